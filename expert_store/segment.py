@@ -1,0 +1,148 @@
+"""The shared memory that holds an expert store: create, size, map, view.
+
+The segment is a memfd: it has no name in any file system, needs no room in ``/dev/shm`` and vanishes with the last
+process that holds it, whatever kills them. Its life:
+
+    parent   fd = create_segment(name)                 empty
+    loader   size_segment(fd, total_bytes)             sized, then sealed: it can neither shrink nor grow any more,
+                                                       so no reader can meet SIGBUS
+    loader   SegmentMap(fd, writable=True)             writes blocks, the header last: a half-loaded store does not
+                                                       decode
+    workers  StoreView(fd)                             read-only view of blocks and tensors
+
+Writes are not sealed off: pinning host memory for a device may need a writable mapping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from expert_store.layout import (
+    HEADER_BYTES,
+    DamagedHeaderError,
+    Dtype,
+    StoreLayout,
+    TensorLayout,
+    TensorName,
+    WrongMagicError,
+    decode_header,
+)
+
+NUMPY_DTYPE: dict[Dtype, type[np.generic]] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.uint16,  # numpy has no bfloat16: the raw 16 bits
+}
+
+_SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+
+def create_segment(name: str) -> int:
+    """A new, empty, sealable memfd; ``name`` is for people reading /proc/PID/fd. The caller owns the descriptor."""
+    return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def size_segment(fd: int, total_bytes: int) -> None:
+    """Give the segment its one and final size. Raises OSError when it is sealed already or memory is refused."""
+    os.ftruncate(fd, total_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+
+
+def huge_pages_enabled(setting: Path = _SHMEM_HUGE_PAGES) -> bool:
+    """True when the kernel gives huge pages to shared memory that asks for them with madvise."""
+    try:
+        chosen = setting.read_text().split("[")[1].split("]")[0]
+    except (OSError, IndexError):
+        return False
+    return chosen in ("always", "advise", "within_size", "force")
+
+
+class SegmentMap:
+    """A mapping of the whole segment. ``has_huge_pages`` tells whether the kernel granted them."""
+
+    def __init__(self, fd: int, *, writable: bool = False) -> None:
+        num_bytes = os.fstat(fd).st_size
+        if num_bytes == 0:
+            raise WrongMagicError(
+                "expert store: the segment is empty; the model has not been loaded into it"
+            )
+        prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._map = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=prot)
+        self.num_bytes = num_bytes
+        self.has_huge_pages = False
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+            self.has_huge_pages = huge_pages_enabled()
+        self.memory = memoryview(self._map)
+
+    def close(self) -> None:
+        """Unmap. Views handed out before keep the mapping alive until they are gone: nobody reads freed memory."""
+        self.memory.release()
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+class StoreView:
+    """The experts of a loaded store, where they lie. The descriptor may be closed by its owner afterwards.
+
+    ``layout`` is the decoded index, ``memory`` the whole segment. Raises StoreFormatError when the segment holds no
+    store, or one whose size differs from what its header says.
+    """
+
+    def __init__(self, fd: int, *, writable: bool = False) -> None:
+        self._map = SegmentMap(fd, writable=writable)
+        try:
+            self.layout: StoreLayout = decode_header(self._map.memory[:HEADER_BYTES])
+            if self.layout.total_bytes != self._map.num_bytes:
+                raise DamagedHeaderError(
+                    f"expert store: the segment has {self._map.num_bytes} bytes,"
+                    f" its header says {self.layout.total_bytes}; load the model again"
+                )
+        except BaseException:
+            self._map.close()
+            raise
+        self.memory = self._map.memory
+        self.has_huge_pages = self._map.has_huge_pages
+
+    def block(self, layer: int, expert: int) -> memoryview:
+        """All ``block_bytes`` bytes of one expert. Raises IndexError when there is no such expert."""
+        start = self.layout.block_offset(layer, expert)
+        return self.memory[start : start + self.layout.block_bytes]
+
+    def tensors(self, layer: int, expert: int) -> dict[TensorName, npt.NDArray[Any]]:
+        """The expert's tensors by name, each of its layout's shape; bfloat16 as raw uint16. No copies."""
+        return block_arrays(self.layout, self.block(layer, expert))
+
+    def close(self) -> None:
+        """Unmap, once no view of a block is in use any more."""
+        self._map.close()
+
+    def __enter__(self) -> StoreView:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def block_arrays(layout: StoreLayout, block: memoryview) -> dict[TensorName, npt.NDArray[Any]]:
+    """Views of the tensors in the bytes of one block (of the store, or of a slot that holds a copy)."""
+    return {tensor.name: _array(tensor, block) for tensor in layout.tensors}
+
+
+def _array(tensor: TensorLayout, block: memoryview) -> npt.NDArray[Any]:
+    part = block[tensor.offset_bytes : tensor.offset_bytes + tensor.num_bytes]
+    return np.frombuffer(part, dtype=NUMPY_DTYPE[tensor.dtype]).reshape(tensor.shape)

@@ -2,18 +2,18 @@
 
 One segment holds all routed experts of one model:
 
-    offset 0                    header: prefix (magic, version, crc32, length), then StoreLayout as JSON
+    offset 0                    header: magic, version, crc32, length; then StoreLayout as JSON
     blocks_offset_bytes         block of (layer 0, expert 0)
       + block_bytes             block of (layer 0, expert 1)
       ...                       layer after layer, each with its own number of experts
     total_bytes                 end of the segment
 
-A block holds all tensors of one expert, each at an offset aligned to a cache line, and is itself aligned to a
-page, so that a fill is one copy of ``block_bytes`` and a CPU kernel reads the weights where they lie. Blocks of one
-model are all alike: a slot on the device fits any expert.
+A block holds all tensors of one expert, each at an offset aligned to a cache line, and is itself
+aligned to a page, so that a fill is one copy of ``block_bytes`` and a CPU kernel reads the weights
+where they lie. Blocks of one model are all alike: a slot on the device fits any expert.
 
-``layer`` means the index among the MoE layers, 0 .. num_layers-1, never the model's own layer number, which is
-``model_layer_ids[layer]``.
+``layer`` means the index among the MoE layers, 0 .. num_layers-1, never the model's own layer
+number, which is ``model_layer_ids[layer]``.
 
 This module is imported by the orchestrator: standard library and msgspec only.
 """
@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
@@ -41,7 +41,9 @@ ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 TensorName = Literal["gate_up", "up", "down", "gate_up_bias", "up_bias", "down_bias"]
 
 GateKind = Literal["act_mul", "clamped_act_mul", "alpha_swiglu", "act"]
-"""How the first projection's output becomes the second's input (g: gate half, u: up half, L: limit, a: alpha).
+"""How the first projection's output becomes the second's input.
+
+g: gate half, u: up half, L: limit, a: alpha.
 
 - ``act_mul``          act(g) * u
 - ``clamped_act_mul``  act(min(g, L)) * clamp(u, -L, L)
@@ -85,7 +87,7 @@ class ExpertForm(msgspec.Struct, frozen=True, kw_only=True):
     is_interleaved: bool
     """False: outputs are [all gates, all ups]; True: gate0, up0, gate1, up1, ..."""
     activation: str
-    """Name in transformers' ACT2FN ("silu", "gelu", ...); for ``alpha_swiglu`` it is "silu" and only informs."""
+    """Name in transformers' ACT2FN ("silu", "gelu", ...); unused by ``alpha_swiglu``."""
     gate: GateKind
     alpha: float | None = None
     limit: float | None = None
@@ -113,7 +115,7 @@ class StoreLayout(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     model_name: str
     checkpoint_fingerprint: str
-    """Hash over the config, the shards' headers and sizes: equal fingerprints mean equal tensor layouts on disk."""
+    """Hash of config, shard headers and shard sizes: equal hashes mean equal layouts on disk."""
     form: ExpertForm
     dtype: Dtype
     model_layer_ids: tuple[int, ...]
@@ -138,7 +140,7 @@ class StoreLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of weights in one expert: the sum of its tensors, without the padding of its block."""
+        """Bytes of one expert's weights: the sum of its tensors, without the block's padding."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def block_index(self, layer: int, expert: int) -> int:
@@ -153,7 +155,7 @@ class StoreLayout(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.num_experts[:layer]) + expert
 
     def block_offset(self, layer: int, expert: int) -> int:
-        """Bytes from the start of the segment to the block of (layer, expert). Raises IndexError."""
+        """Bytes from the segment's start to the block of (layer, expert). Raises IndexError."""
         return self.blocks_offset_bytes + self.block_index(layer, expert) * self.block_bytes
 
     def tensor(self, name: TensorName) -> TensorLayout:
@@ -256,7 +258,7 @@ def find_fault(layout: StoreLayout) -> str | None:
 
 
 def encode_header(layout: StoreLayout) -> bytes:
-    """The first bytes of the segment. Raises ValueError when the index does not fit in HEADER_BYTES."""
+    """The first bytes of the segment. Raises ValueError when the index exceeds HEADER_BYTES."""
     body = msgspec.json.encode(layout)
     if _PREFIX.size + len(body) > HEADER_BYTES:
         raise ValueError(f"index of {len(body)} bytes does not fit in a header of {HEADER_BYTES}")
@@ -266,17 +268,19 @@ def encode_header(layout: StoreLayout) -> bytes:
 def decode_header(header: bytes | bytearray | memoryview) -> StoreLayout:
     """Read the index from the first bytes of a segment (at least the prefix and its JSON).
 
-    Raises WrongMagicError, WrongVersionError or DamagedHeaderError; never trusts a length it has not checked.
+    Raises WrongMagicError, WrongVersionError or DamagedHeaderError; trusts no length unchecked.
     """
     view = memoryview(header)
     if view.nbytes < _PREFIX.size:
         raise WrongMagicError(
-            f"expert store: a segment of {view.nbytes} bytes is too short for a header; load the model again"
+            f"expert store: a segment of {view.nbytes} bytes is too short for a header;"
+            " load the model again"
         )
     magic, version, checksum, length = _PREFIX.unpack_from(view)
     if magic != _MAGIC:
         raise WrongMagicError(
-            f"expert store: the segment begins with {bytes(magic)!r}, not {_MAGIC!r}; it holds no expert store"
+            f"expert store: the segment begins with {bytes(magic)!r}, not {_MAGIC!r};"
+            " it holds no expert store"
         )
     if version != STORE_VERSION:
         raise WrongVersionError(
@@ -285,13 +289,14 @@ def decode_header(header: bytes | bytearray | memoryview) -> StoreLayout:
         )
     if length > min(HEADER_BYTES, view.nbytes) - _PREFIX.size:
         raise DamagedHeaderError(
-            f"expert store: the header claims {length} bytes of index, more than there are; load the model again"
+            f"expert store: the header claims {length} bytes of index, more than there are;"
+            " load the model again"
         )
     body = bytes(view[_PREFIX.size : _PREFIX.size + length])
     found = zlib.crc32(body)
     if found != checksum:
         raise DamagedHeaderError(
-            f"expert store: the header's checksum is {found:#010x} where {checksum:#010x} was written;"
+            f"expert store: the header's checksum is {found:#010x}, {checksum:#010x} was written;"
             " load the model again"
         )
     try:
@@ -306,6 +311,3 @@ def decode_header(header: bytes | bytearray | memoryview) -> StoreLayout:
             f"expert store: the header's index contradicts itself: {fault or 'version'}"
         )
     return layout
-
-
-assert set(ITEM_BYTES) == set(get_args(Dtype))

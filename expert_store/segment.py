@@ -1,14 +1,14 @@
 """The shared memory that holds an expert store: create, size, map, view.
 
-The segment is a memfd: it has no name in any file system, needs no room in ``/dev/shm`` and vanishes with the last
-process that holds it, whatever kills them. Its life:
+The segment is a memfd: it has no name in any file system, needs no room in ``/dev/shm`` and
+vanishes with the last process that holds it, whatever kills them. Its life:
 
-    parent   fd = create_segment(name)                 empty
-    loader   size_segment(fd, total_bytes)             sized, then sealed: it can neither shrink nor grow any more,
-                                                       so no reader can meet SIGBUS
-    loader   SegmentMap(fd, writable=True)             writes blocks, the header last: a half-loaded store does not
-                                                       decode
-    workers  StoreView(fd)                             read-only view of blocks and tensors
+    parent   fd = create_segment(name)        empty
+    loader   size_segment(fd, total_bytes)    sized, then sealed: it can neither shrink nor grow
+                                              any more, so no reader can meet SIGBUS
+    loader   SegmentMap(fd, writable=True)    writes blocks, and the header last: a half-loaded
+                                              store does not decode
+    workers  StoreView(fd)                    read-only view of blocks and tensors
 
 Writes are not sealed off: pinning host memory for a device may need a writable mapping.
 """
@@ -20,8 +20,7 @@ import fcntl
 import mmap
 import os
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +36,9 @@ from expert_store.layout import (
     decode_header,
 )
 
+if TYPE_CHECKING:
+    from types import TracebackType
+
 NUMPY_DTYPE: dict[Dtype, type[np.generic]] = {
     "float32": np.float32,
     "float16": np.float16,
@@ -47,12 +49,12 @@ _SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def create_segment(name: str) -> int:
-    """A new, empty, sealable memfd; ``name`` is for people reading /proc/PID/fd. The caller owns the descriptor."""
+    """A new, empty memfd; ``name`` shows in /proc/PID/fd. The caller owns the descriptor."""
     return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def size_segment(fd: int, total_bytes: int) -> None:
-    """Give the segment its one and final size. Raises OSError when it is sealed already or memory is refused."""
+    """Give the segment its one and final size. Raises OSError when it is sealed already."""
     os.ftruncate(fd, total_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
@@ -85,17 +87,17 @@ class SegmentMap:
         self.memory = memoryview(self._map)
 
     def close(self) -> None:
-        """Unmap. Views handed out before keep the mapping alive until they are gone: nobody reads freed memory."""
+        """Unmap. Views handed out before keep the mapping alive until they are gone."""
         self.memory.release()
         with contextlib.suppress(BufferError):
             self._map.close()
 
 
 class StoreView:
-    """The experts of a loaded store, where they lie. The descriptor may be closed by its owner afterwards.
+    """The experts of a loaded store, where they lie. The descriptor may be closed afterwards.
 
-    ``layout`` is the decoded index, ``memory`` the whole segment. Raises StoreFormatError when the segment holds no
-    store, or one whose size differs from what its header says.
+    ``layout`` is the decoded index, ``memory`` the whole segment. Raises StoreFormatError when the
+    segment holds no store, or one whose size differs from what its header says.
     """
 
     def __init__(self, fd: int, *, writable: bool = False) -> None:
@@ -114,12 +116,12 @@ class StoreView:
         self.has_huge_pages = self._map.has_huge_pages
 
     def block(self, layer: int, expert: int) -> memoryview:
-        """All ``block_bytes`` bytes of one expert. Raises IndexError when there is no such expert."""
+        """All ``block_bytes`` bytes of one expert. Raises IndexError when there is none such."""
         start = self.layout.block_offset(layer, expert)
         return self.memory[start : start + self.layout.block_bytes]
 
     def tensors(self, layer: int, expert: int) -> dict[TensorName, npt.NDArray[Any]]:
-        """The expert's tensors by name, each of its layout's shape; bfloat16 as raw uint16. No copies."""
+        """The expert's tensors by name, shaped as in the layout; bfloat16 as uint16. No copies."""
         return block_arrays(self.layout, self.block(layer, expert))
 
     def close(self) -> None:
@@ -139,7 +141,7 @@ class StoreView:
 
 
 def block_arrays(layout: StoreLayout, block: memoryview) -> dict[TensorName, npt.NDArray[Any]]:
-    """Views of the tensors in the bytes of one block (of the store, or of a slot that holds a copy)."""
+    """Views of the tensors in one block's bytes (of the store, or of a slot with a copy)."""
     return {tensor.name: _array(tensor, block) for tensor in layout.tensors}
 
 

@@ -1,0 +1,1 @@
+"""What the processes of Headrace say to each other, and how a worker lives."""

@@ -1,0 +1,29 @@
+"""Errors a person may cause, as one clear sentence, and the exit codes that go with them.
+
+A `UserError` is never shown with a traceback: whoever owns the edge (a command line, an API)
+prints its sentence and leaves with its exit code. Everything else is a fault of ours.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+#: Something unexpected; a supervisor may start the process again.
+EXIT_FAULT = 1
+#: Bad input. The message says what, where and what to do.
+EXIT_USER_ERROR = 2
+#: It would fail the same way again: a supervisor must not restart the process.
+EXIT_DO_NOT_RESTART = 3
+
+
+class UserError(Exception):
+    """Bad input or surroundings, told in one sentence: what is wrong, where, what to do."""
+
+    exit_code = EXIT_USER_ERROR
+
+
+class ProtocolError(Exception):
+    """A frame, message or segment that does not follow the protocol; dropped and counted."""
+
+
+class OrchestratorGone(Exception):
+    """The orchestrator closed the life line of this worker; the worker must leave."""

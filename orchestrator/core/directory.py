@@ -1,0 +1,381 @@
+"""Where every expert is: the one truth about the slots in device memory.
+
+One space of ``num_slots`` slots is shared by all layers. A slot is
+
+    FREE --reserve--> FILLING --commit--> RESIDENT --(victim of a later reserve)--> FILLING ...
+      ^------abort-------'                                                (clear: all become FREE)
+
+Filling is slow, so it has three verbs. ``reserve`` picks the slot and evicts at once: from then on
+nobody may read the victim, whose bytes are about to be overwritten. ``commit`` makes the new expert
+readable. ``abort`` frees the slot; the evicted expert does not come back, because some of its bytes
+may already be gone.
+
+*Generation.* Each reserve gives its slot the next generation, and a commit or abort must name it. A
+late answer of a worker that was replaced meanwhile thus changes nothing: it is refused with False.
+``clear`` raises every generation.
+
+*Pins.* A pinned slot is being read or is about to be; it is no victim. A FILLING slot may be pinned
+in advance, so that nothing evicts it between its commit and its use. Pins are counted, and whoever
+pins unpins.
+
+*Recency* is the order of demand: ``refresh`` for a placed expert, ``reserve`` for a new one. When
+the bytes land plays no part, so the same demands give the same evictions however the copies race.
+
+Everything is O(1) for lru, except that a reserve steps over pinned and filling keys that are first
+in the policy's order. Plain lists and dicts on purpose: these calls sit between the router and the
+first expert of every layer.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from protocol.messages import ExpertKey, SlotId
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from orchestrator.core.policies import EvictionPolicy
+    from protocol.messages import ExpertId, LayerId
+
+
+class SlotState(Enum):
+    """What a slot holds: nothing, bytes on their way, or a readable expert."""
+
+    FREE = "free"
+    FILLING = "filling"
+    RESIDENT = "resident"
+
+
+# Read on every call; a module global is cheaper than an attribute of an Enum class.
+_FREE = SlotState.FREE
+_FILLING = SlotState.FILLING
+_RESIDENT = SlotState.RESIDENT
+
+
+class DirectoryMisuse(ValueError):
+    """A call that the state of the directory forbids: a bug of the caller. Nothing was changed."""
+
+
+class InvariantBroken(AssertionError):
+    """``check()`` found two parts that disagree: a bug of the directory or of its policy."""
+
+
+class Reservation(msgspec.Struct, frozen=True, gc=False):
+    """A slot that waits for bytes, the generation to name at its end, and who left for it."""
+
+    slot: SlotId
+    generation: int
+    evicted: ExpertKey | None
+
+
+class ExpertDirectory:
+    """Residency of all experts of a model in ``num_slots`` slots; see the module for the rules.
+
+    Counters, all since construction: ``hits`` (refreshes of resident experts), ``fills`` (commits),
+    ``evictions``, ``aborts``, ``clears``, ``lost_residents`` and ``lost_fills`` (what the clears
+    dropped).
+    """
+
+    __slots__ = (
+        "_filling",
+        "_free",
+        "_generations",
+        "_keys",
+        "_num_evictable",
+        "_pins",
+        "_policy",
+        "_resident",
+        "_states",
+        "aborts",
+        "clears",
+        "evictions",
+        "fills",
+        "hits",
+        "lost_fills",
+        "lost_residents",
+        "num_slots",
+    )
+
+    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
+        """``policy`` must be fresh. ValueError if there is no slot at all."""
+        if num_slots < 1:
+            raise ValueError(f"the cache needs at least 1 expert slot, not {num_slots}")
+        if next(policy.victims(None), None) is not None:
+            raise DirectoryMisuse(
+                "the policy already orders experts; give each directory a new one"
+            )
+        self.num_slots = num_slots
+        self._policy = policy
+        self._states = [_FREE] * num_slots
+        self._keys: list[ExpertKey | None] = [None] * num_slots
+        self._pins = [0] * num_slots
+        self._generations = [0] * num_slots
+        self._free = self._all_slots_free()
+        self._resident: dict[ExpertKey, SlotId] = {}
+        self._filling: dict[ExpertKey, SlotId] = {}
+        self._num_evictable = 0  # RESIDENT and not pinned
+        self.hits = self.fills = self.evictions = self.aborts = 0
+        self.clears = self.lost_residents = self.lost_fills = 0
+
+    # ---- questions ----
+
+    def slot_of(self, key: ExpertKey) -> SlotId | None:
+        """The slot of ``key`` if it may be read now, that is, if RESIDENT."""
+        return self._resident.get(key)
+
+    def is_filling(self, key: ExpertKey) -> bool:
+        """Whether the bytes of ``key`` are on their way into a slot."""
+        return key in self._filling
+
+    def state_of(self, key: ExpertKey) -> SlotState | None:
+        """RESIDENT or FILLING; None when ``key`` has no slot."""
+        if key in self._resident:
+            return _RESIDENT
+        return _FILLING if key in self._filling else None
+
+    def key_in(self, slot: SlotId) -> ExpertKey | None:
+        """The key that is resident in ``slot`` or on its way there."""
+        self._require_slot(slot)
+        return self._keys[slot]
+
+    def generation_of(self, slot: SlotId) -> int:
+        """The generation of the last reservation (or clear) of ``slot``; it only grows."""
+        self._require_slot(slot)
+        return self._generations[slot]
+
+    def num_pins(self, slot: SlotId) -> int:
+        """How many pins hold ``slot``."""
+        self._require_slot(slot)
+        return self._pins[slot]
+
+    @property
+    def num_resident(self) -> int:
+        return len(self._resident)
+
+    @property
+    def num_filling(self) -> int:
+        return len(self._filling)
+
+    @property
+    def num_reservable(self) -> int:
+        """How many reserves in a row would succeed now: free slots and unpinned residents."""
+        return len(self._free) + self._num_evictable
+
+    def residents(self) -> list[ExpertKey]:
+        """Resident keys, next victim first: for lru, least recently demanded first."""
+        return [key for key in self._policy.victims(None) if key in self._resident]
+
+    # ---- demand ----
+
+    def layer_step(self, layer: LayerId, experts: Sequence[ExpertId]) -> None:
+        """Tell the policy what the router chose; once per layer-step, before the rest of it."""
+        self._policy.layer_step(layer, experts)
+
+    def refresh(self, key: ExpertKey) -> None:
+        """``key``, which has a slot, is demanded: it becomes the most recent.
+
+        Counted as a hit if resident, but not while it is filling. DirectoryMisuse if it has no
+        slot.
+        """
+        if key in self._resident:
+            self.hits += 1
+        elif key not in self._filling:
+            raise DirectoryMisuse(f"refresh of {_named(key)}, which has no slot")
+        self._policy.refreshed(key)
+
+    # ---- a fill: reserve, then commit or abort ----
+
+    def reserve(self, key: ExpertKey) -> Reservation | None:
+        """A slot for ``key``: a free one, else that of the first victim that may leave.
+
+        The victim is evicted now. None, and no change, when every slot is FILLING or pinned. DirectoryMisuse if ``key``
+        already has a slot.
+        """
+        if key in self._resident or key in self._filling:
+            raise DirectoryMisuse(f"reserve of {_named(key)}, which already has a slot")
+        evicted: ExpertKey | None = None
+        if self._free:
+            slot = self._free.pop()
+        elif self._num_evictable:
+            evicted, slot = self._victim_for(key)
+            self._policy.removed(evicted)
+            del self._resident[evicted]
+            self._num_evictable -= 1
+            self.evictions += 1
+        else:
+            return None
+        generation = self._generations[slot] + 1
+        self._generations[slot] = generation
+        self._states[slot] = _FILLING
+        self._keys[slot] = key
+        self._filling[key] = slot
+        self._policy.admitted(key)
+        return Reservation(slot, generation, evicted)
+
+    def commit(self, slot: SlotId, generation: int) -> bool:
+        """The bytes of that reservation are in ``slot``: its expert is resident.
+
+        False, and no change, if that reservation is no longer open (committed, aborted, cleared, or
+        a later one stands).
+        """
+        key = self._close_fill(slot, generation)
+        if key is None:
+            return False
+        self._states[slot] = _RESIDENT
+        self._resident[key] = slot
+        if not self._pins[slot]:
+            self._num_evictable += 1
+        self.fills += 1
+        return True
+
+    def abort(self, slot: SlotId, generation: int) -> bool:
+        """The bytes will not come: ``slot`` is free. The expert evicted for it stays gone.
+
+        False, and no change, if that reservation is no longer open. DirectoryMisuse if the slot is
+        pinned: who pinned it still counts on it, and its unpin would later hit a stranger.
+        """
+        if self._is_open(slot, generation) and self._pins[slot]:
+            raise DirectoryMisuse(f"abort of slot {slot}, which is pinned; unpin it first")
+        key = self._close_fill(slot, generation)
+        if key is None:
+            return False
+        self._states[slot] = _FREE
+        self._keys[slot] = None
+        self._free.append(slot)
+        self._policy.removed(key)
+        self.aborts += 1
+        return True
+
+    # ---- pins ----
+
+    def pin(self, slot: SlotId) -> None:
+        """Keep what is in ``slot``, or on its way there, until the matching unpin.
+
+        DirectoryMisuse if the slot is free.
+        """
+        self._require_slot(slot)
+        state = self._states[slot]
+        if state is _FREE:
+            raise DirectoryMisuse(f"pin of slot {slot}, which is free")
+        if state is _RESIDENT and not self._pins[slot]:
+            self._num_evictable -= 1
+        self._pins[slot] += 1
+
+    def unpin(self, slot: SlotId) -> None:
+        """Take one pin back. DirectoryMisuse if there is none."""
+        self._require_slot(slot)
+        if not self._pins[slot]:
+            raise DirectoryMisuse(f"unpin of slot {slot}, which is not pinned")
+        self._pins[slot] -= 1
+        if not self._pins[slot] and self._states[slot] is _RESIDENT:
+            self._num_evictable += 1
+
+    def clear(self) -> None:
+        """All residency is lost (the device went away): every slot is free, every pin void.
+
+        Open reservations are refused when they come to commit or abort. Who held a pin must
+        forget it: an unpin after this is misuse.
+        """
+        self.clears += 1
+        self.lost_residents += len(self._resident)
+        self.lost_fills += len(self._filling)
+        self._resident.clear()
+        self._filling.clear()
+        self._states = [_FREE] * self.num_slots
+        self._keys = [None] * self.num_slots
+        self._pins = [0] * self.num_slots
+        self._generations = [generation + 1 for generation in self._generations]
+        self._free = self._all_slots_free()
+        self._num_evictable = 0
+        self._policy.cleared()
+
+    # ---- the recount ----
+
+    def check(self) -> None:
+        """Recount everything from the slots up, O(num_slots); InvariantBroken says what
+        disagrees.
+        """
+        resident: dict[ExpertKey, SlotId] = {}
+        filling: dict[ExpertKey, SlotId] = {}
+        free: list[SlotId] = []
+        num_evictable = 0
+        for index in range(self.num_slots):
+            slot = SlotId(index)
+            state, key, pins = self._states[slot], self._keys[slot], self._pins[slot]
+            _hold(pins >= 0, f"slot {slot} has {pins} pins")
+            if state is _FREE:
+                _hold(key is None, f"slot {slot} is free but names {key}")
+                _hold(pins == 0, f"slot {slot} is free but pinned")
+                free.append(slot)
+                continue
+            if key is None:
+                raise InvariantBroken(f"slot {slot} is {state.value} but names no expert")
+            _hold(key not in resident and key not in filling, f"{_named(key)} is in two slots")
+            (resident if state is _RESIDENT else filling)[key] = slot
+            num_evictable += state is _RESIDENT and pins == 0
+        _hold(resident == self._resident, "the resident keys do not match the slots")
+        _hold(filling == self._filling, "the filling keys do not match the slots")
+        _hold(sorted(self._free) == free, "the list of free slots does not match the slots")
+        _hold(
+            num_evictable == self._num_evictable,
+            f"{num_evictable} slots may be evicted, but {self._num_evictable} are counted",
+        )
+        ordered = list(self._policy.victims(None))
+        _hold(len(ordered) == len(set(ordered)), "the policy orders an expert twice")
+        _hold(
+            set(ordered) == resident.keys() | filling.keys(),
+            "the policy orders other experts than those in the slots",
+        )
+        _hold(
+            self.fills - self.evictions - self.lost_residents == len(resident),
+            "fills less evictions and losses are not the resident experts",
+        )
+        num_reserves = self.fills + self.aborts + self.lost_fills + len(filling)
+        _hold(
+            sum(self._generations) == num_reserves + self.clears * self.num_slots,
+            "the generations do not add up to the reservations and clears",
+        )
+
+    # ---- inside ----
+
+    def _all_slots_free(self) -> list[SlotId]:
+        # Taken from the end, so slot 0 first.
+        return [SlotId(index) for index in reversed(range(self.num_slots))]
+
+    def _require_slot(self, slot: SlotId) -> None:
+        # A negative index would silently mean another slot.
+        if not 0 <= slot < self.num_slots:
+            raise DirectoryMisuse(f"slot {slot} does not exist; there are {self.num_slots}")
+
+    def _is_open(self, slot: SlotId, generation: int) -> bool:
+        self._require_slot(slot)
+        return self._states[slot] is _FILLING and self._generations[slot] == generation
+
+    def _close_fill(self, slot: SlotId, generation: int) -> ExpertKey | None:
+        if not self._is_open(slot, generation):
+            return None
+        key = self._keys[slot]
+        assert key is not None  # a FILLING slot names its key
+        del self._filling[key]
+        return key
+
+    def _victim_for(self, incoming: ExpertKey) -> tuple[ExpertKey, SlotId]:
+        pins = self._pins
+        for key in self._policy.victims(incoming):
+            slot = self._resident.get(key)
+            if slot is not None and not pins[slot]:
+                return key, slot
+        raise InvariantBroken("the policy names no victim, though a resident expert may leave")
+
+
+def _named(key: ExpertKey) -> str:
+    return f"layer {key[0]} expert {key[1]}"
+
+
+def _hold(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise InvariantBroken(sentence)

@@ -139,17 +139,20 @@ class ExpertDirectory:
 
     def key_in(self, slot: SlotId) -> ExpertKey | None:
         """The key that is resident in ``slot`` or on its way there."""
-        self._require_slot(slot)
+        if not 0 <= slot < self.num_slots:
+            raise self._unknown(slot)
         return self._keys[slot]
 
     def generation_of(self, slot: SlotId) -> int:
         """The generation of the last reservation (or clear) of ``slot``; it only grows."""
-        self._require_slot(slot)
+        if not 0 <= slot < self.num_slots:
+            raise self._unknown(slot)
         return self._generations[slot]
 
     def num_pins(self, slot: SlotId) -> int:
         """How many pins hold ``slot``."""
-        self._require_slot(slot)
+        if not 0 <= slot < self.num_slots:
+            raise self._unknown(slot)
         return self._pins[slot]
 
     @property
@@ -192,8 +195,8 @@ class ExpertDirectory:
     def reserve(self, key: ExpertKey) -> Reservation | None:
         """A slot for ``key``: a free one, else that of the first victim that may leave.
 
-        The victim is evicted now. None, and no change, when every slot is FILLING or pinned. DirectoryMisuse if ``key``
-        already has a slot.
+        The victim is evicted now. None, and no change, when every slot is FILLING or pinned.
+        DirectoryMisuse if ``key`` already has a slot.
         """
         if key in self._resident or key in self._filling:
             raise DirectoryMisuse(f"reserve of {_named(key)}, which already has a slot")
@@ -257,7 +260,8 @@ class ExpertDirectory:
 
         DirectoryMisuse if the slot is free.
         """
-        self._require_slot(slot)
+        if not 0 <= slot < self.num_slots:
+            raise self._unknown(slot)
         state = self._states[slot]
         if state is _FREE:
             raise DirectoryMisuse(f"pin of slot {slot}, which is free")
@@ -267,7 +271,8 @@ class ExpertDirectory:
 
     def unpin(self, slot: SlotId) -> None:
         """Take one pin back. DirectoryMisuse if there is none."""
-        self._require_slot(slot)
+        if not 0 <= slot < self.num_slots:
+            raise self._unknown(slot)
         if not self._pins[slot]:
             raise DirectoryMisuse(f"unpin of slot {slot}, which is not pinned")
         self._pins[slot] -= 1
@@ -306,15 +311,17 @@ class ExpertDirectory:
         for index in range(self.num_slots):
             slot = SlotId(index)
             state, key, pins = self._states[slot], self._keys[slot], self._pins[slot]
-            _hold(pins >= 0, f"slot {slot} has {pins} pins")
+            if pins < 0:
+                raise InvariantBroken(f"slot {slot} has {pins} pins")
             if state is _FREE:
-                _hold(key is None, f"slot {slot} is free but names {key}")
-                _hold(pins == 0, f"slot {slot} is free but pinned")
+                if key is not None or pins:
+                    raise InvariantBroken(f"slot {slot} is free, but pinned or named")
                 free.append(slot)
                 continue
             if key is None:
                 raise InvariantBroken(f"slot {slot} is {state.value} but names no expert")
-            _hold(key not in resident and key not in filling, f"{_named(key)} is in two slots")
+            if key in resident or key in filling:
+                raise InvariantBroken(f"{_named(key)} is in two slots")
             (resident if state is _RESIDENT else filling)[key] = slot
             num_evictable += state is _RESIDENT and pins == 0
         _hold(resident == self._resident, "the resident keys do not match the slots")
@@ -346,13 +353,13 @@ class ExpertDirectory:
         # Taken from the end, so slot 0 first.
         return [SlotId(index) for index in reversed(range(self.num_slots))]
 
-    def _require_slot(self, slot: SlotId) -> None:
-        # A negative index would silently mean another slot.
-        if not 0 <= slot < self.num_slots:
-            raise DirectoryMisuse(f"slot {slot} does not exist; there are {self.num_slots}")
+    def _unknown(self, slot: SlotId) -> DirectoryMisuse:
+        # Refused by hand everywhere, because a negative index would silently mean another slot.
+        return DirectoryMisuse(f"slot {slot} does not exist; there are {self.num_slots}")
 
     def _is_open(self, slot: SlotId, generation: int) -> bool:
-        self._require_slot(slot)
+        if not 0 <= slot < self.num_slots:
+            raise self._unknown(slot)
         return self._states[slot] is _FILLING and self._generations[slot] == generation
 
     def _close_fill(self, slot: SlotId, generation: int) -> ExpertKey | None:

@@ -230,7 +230,7 @@ class SplitPlanner:
                 num_fills = min(int(owed + _ROUNDING), num_misses, num_fillable)
                 # May fall below 0 by _ROUNDING: kept, so that rounding never adds up to a fill.
                 self._credit = min(owed - num_fills, MAX_CREDIT)
-                is_short = num_fills == num_fillable and owed - num_fills >= 1.0
+                is_short = num_fills == num_fillable < num_misses and owed - num_fills >= 1.0
                 return self._split(num_misses, num_fills, "balance", is_short, balanced)
 
     def _split(
@@ -328,26 +328,39 @@ def divide_among(
     so the same input gives the same answer. ValueError if there is work but no positive rate, if a
     rate or weight is negative, or if ``rows`` has another length than ``experts``.
     """
-    weights = [1] * len(experts) if rows is None else list(rows)
-    if len(weights) != len(experts):
-        raise ValueError(f"{len(weights)} row counts for {len(experts)} experts")
-    if any(weight < 0 for weight in weights):
-        raise ValueError(f"row counts must be 0 or more, not {weights}")
-    if not all(0 <= rate < float("inf") for rate in rates):
-        raise ValueError(f"worker rates must be finite and 0 or more, not {list(rates)}")
-    workers = [index for index, rate in enumerate(rates) if rate > 0]
-    if not experts:
-        return [[] for _ in rates]
+    num_experts = len(experts)
+    if rows is not None and (len(rows) != num_experts or (num_experts and min(rows) < 0)):
+        raise ValueError(f"row counts {list(rows)} do not suit {num_experts} experts")
+    workers: list[int] = []
+    for index, rate in enumerate(rates):
+        if not 0 <= rate < float("inf"):  # also refuses NaN
+            raise ValueError(f"a cpu worker's rate must be 0 or more and finite, not {rate}")
+        if rate:
+            workers.append(index)
+    divided: list[list[T]] = [[] for _ in rates]
+    if not num_experts:
+        return divided
     if not workers:
-        raise ValueError(f"{len(experts)} experts to run, but no cpu worker with a rate above 0")
+        raise ValueError(f"{num_experts} experts to run, but no cpu worker with a rate above 0")
+    if len(workers) == 1:
+        divided[workers[0]].extend(experts)
+        return divided
+
+    weights = [1] * num_experts if rows is None else rows
+    order: Iterable[int] = range(num_experts)
+    if rows is not None:
+        order = sorted(order, key=rows.__getitem__, reverse=True)
     loads = [0] * len(rates)
-    owners = [0] * len(experts)
-    for position in sorted(range(len(experts)), key=weights.__getitem__, reverse=True):
+    owners = [0] * num_experts
+    for position in order:
         weight = weights[position]
-        owner = min(workers, key=lambda worker: (loads[worker] + weight) / rates[worker])
+        owner, earliest = -1, float("inf")
+        for worker in workers:
+            end = (loads[worker] + weight) / rates[worker]
+            if owner < 0 or end < earliest:
+                owner, earliest = worker, end
         loads[owner] += weight
         owners[position] = owner
-    divided: list[list[T]] = [[] for _ in rates]
     for expert, owner in zip(experts, owners, strict=True):
         divided[owner].append(expert)
     return divided

@@ -1,0 +1,60 @@
+"""The loader process.
+
+    python -m expert_store inspect --model DIR [--dtype auto]        what a load would do
+    python -m expert_store load --model DIR [--dtype auto] --fd N    load into an inherited memfd
+
+Standard output carries reports (`expert_store.reports`), one JSON object per line. Bad input
+is one ``error`` report and exit code 2. File headers are checked before torch and transformers are
+imported, which takes seconds: a truncated shard is told at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from expert_store.checkpoint import open_checkpoint
+from expert_store.reports import Failure, Report, encode_report
+from protocol.errors import EXIT_FAULT, EXIT_OK, EXIT_USER_ERROR, UserError
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m expert_store")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("inspect", "load"):
+        command = commands.add_parser(name)
+        command.add_argument("--model", type=Path, required=True, metavar="DIR")
+        command.add_argument(
+            "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto"
+        )
+        if name == "load":
+            command.add_argument("--fd", type=int, required=True, help="empty memfd to load into")
+    options = parser.parse_args(arguments)
+    # Whatever a library prints must not get between the reports.
+    reports = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def report(what: Report) -> None:
+        reports.write(encode_report(what))
+
+    try:
+        checkpoint = open_checkpoint(options.model)
+        # Imported here: they bring torch and transformers, seconds that a bad file need not cost.
+        from expert_store.loader import Plan, load
+
+        plan = Plan(checkpoint, options.dtype)
+        report(
+            plan.inspection() if options.command == "inspect" else load(plan, options.fd, report)
+        )
+    except UserError as error:
+        report(Failure(str(error)))
+        return EXIT_USER_ERROR
+    except BrokenPipeError:
+        return EXIT_FAULT  # the parent is gone and nobody wants the store any more
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -54,6 +54,21 @@ class CoreConfig(msgspec.Struct, frozen=True):
     policy: str = "lru"
     host_bytes_per_s: float | None = None
     link_bytes_per_s: float | None = None
+    #: Sequences that may be active at once; they take turns, one step each.
+    max_num_seqs: int = 1
+    #: Emit `Planned` for every layer-step; off, nothing is built for it.
+    report_plans: bool = False
+
+
+class WorkerFault(ValueError):
+    """A live worker said what the protocol forbids. Nothing was changed; `epoch` is to be replaced.
+
+    Late, repeated and stale events are no fault: the core drops those without a word.
+    """
+
+    def __init__(self, epoch: Epoch, sentence: str) -> None:
+        super().__init__(f"the worker of epoch {epoch} {sentence}")
+        self.epoch = epoch
 
 
 # --------------------------------------------------------------------------- events from the shell
@@ -145,6 +160,28 @@ class Stalled(msgspec.Struct, frozen=True):
 
     missing_role: Role
     text: str
+
+
+class CoreSnapshot(msgspec.Struct, frozen=True):
+    """What the core sees, for status pages; it changes nothing to ask."""
+
+    num_waiting: int
+    num_active: int
+    #: The step in flight and how many of its layers are joined; None between steps.
+    step: StepId | None
+    num_layers_joined: int
+    gpu_epoch: Epoch | None
+    dma_epoch: Epoch | None
+    cpu_epochs: list[Epoch]
+    num_resident: int
+    num_filling: int
+    num_slots: int
+    host_bytes_per_s: float
+    link_bytes_per_s: float
+    #: The role that work waits for, if any.
+    missing_role: Role | None
+    #: Late, repeated and stale events that were dropped since the start.
+    num_ignored_events: int
 
 
 CoreCommand = (

@@ -1,0 +1,85 @@
+"""One MoE layer of one step, from the router's choice to the join: where each of its experts is.
+
+Each expert of a layer-step is one part, and a part is in one place at a time:
+
+    hit ------------------------------------------> Run sent --> Ran
+    miss --> unfilled --> copying --> Copied -----> Run sent --> Ran       (fill, kept in its slot)
+    miss --> executing --> Executed                                        (CPU, in place)
+    miss --> unplaced      no branch exists; placed as soon as one does
+
+The part that comes last carries the join. A part is in when its `Run` is sent (the gpu_worker works
+in order, so the join comes after it) or its `Executed` is here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from orchestrator.core.directory import InvariantBroken
+
+if TYPE_CHECKING:
+    from orchestrator.core.directory import Reservation
+    from orchestrator.core.workers import Roster
+    from protocol.messages import CopyId, Epoch, ExpertId, Routed
+
+
+class LayerStep:
+    """Where the parts of the layer-step in progress are. Experts are listed in router order."""
+
+    __slots__ = (
+        "copying",
+        "executing",
+        "gpu_epoch",
+        "layer",
+        "num_executed",
+        "num_hits",
+        "num_missing",
+        "num_parts",
+        "rows",
+        "step",
+        "unfilled",
+        "unplaced",
+    )
+
+    def __init__(self, routed: Routed, rows: dict[ExpertId, int], num_hits: int) -> None:
+        self.gpu_epoch = routed.epoch
+        self.step = routed.step
+        self.layer = routed.layer
+        self.rows = rows
+        self.num_parts = len(rows)
+        self.num_hits = num_hits
+        self.num_executed = 0
+        #: Parts that are not in yet; the join goes out with the one that makes it 0.
+        self.num_missing = len(rows)
+        self.unfilled: list[ExpertId] = []
+        self.copying: dict[CopyId, tuple[ExpertId, Reservation]] = {}
+        self.executing: dict[ExpertId, Epoch] = {}
+        self.unplaced: list[ExpertId] = []
+
+    def check(self, roster: Roster) -> None:
+        """Recount the parts against each other and against who is here."""
+        places = [
+            *self.unfilled,
+            *(expert for expert, _ in self.copying.values()),
+            *self.executing,
+            *self.unplaced,
+        ]
+        hold(len(set(places)) == len(places), "an expert is in two places at once")
+        hold(self.num_missing == len(places) > 0, "the missing parts are not those in progress")
+        hold(self.gpu_epoch == roster.gpu_epoch, "the layer-step belongs to a lost gpu_worker")
+        hold(
+            all(epoch in roster.cpu_epochs for epoch in self.executing.values()),
+            "an expert is executed by a cpu_worker that left",
+        )
+        has_link = roster.link_epoch is not None
+        hold(has_link or not (self.copying or self.unfilled), "fills wait for a lost link")
+        hold(
+            not self.unplaced or not (has_link or roster.cpu_epochs),
+            "experts wait for a branch that exists",
+        )
+
+
+def hold(condition: bool, sentence: str) -> None:
+    """InvariantBroken with `sentence` unless `condition`."""
+    if not condition:
+        raise InvariantBroken(sentence)

@@ -1,0 +1,74 @@
+"""The command line that all workers share: where to meet, how long to wait, how much to log.
+
+A mistake on it is one sentence and exit code 2, like every mistake a person makes here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from protocol.errors import EXIT_USER_ERROR
+from protocol.run_dir import default_run_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class SentenceParser(argparse.ArgumentParser):
+    """argparse, without the usage in front of every complaint."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USER_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def worker_parser(
+    prog: str, description: str, epilog: str, environ: Mapping[str, str]
+) -> SentenceParser:
+    """A parser with --run-dir, --wait and --log-level; the worker adds its own flags."""
+    parser = SentenceParser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        default=default_run_dir(environ),
+        help="directory in which the orchestrator waits (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--wait",
+        type=number(float, 0, "seconds"),
+        metavar="SECONDS",
+        default=10.0,
+        help="how long to wait for an orchestrator to appear there (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=LOG_LEVELS,
+        default="info",
+        help="least level of the lines written to stderr (default: %(default)s)",
+    )
+    return parser
+
+
+def number(kind: type[int] | type[float], least: float, what: str) -> Callable[[str], float]:
+    """An argparse type: a finite number of `kind`, at least `least`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(-1)
+        if not least <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {what} >= {least:g}")
+        return value
+
+    return parse

@@ -1,0 +1,187 @@
+"""The cpu_worker at work: computes set C of each layer-step where its weights lie.
+
+    Execute(step, layer, experts)  ->  rows in the activation segment  ->  Executed
+
+The weights are mapped read-only and never copied; what a call reads beyond them is a few rows. A
+command is dropped, and counted, when the activation segment by now holds another step or layer
+(the gpu_worker was replaced meanwhile), or when it names what does not exist.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from cpu_worker.affinity import page_nodes
+from cpu_worker.pool import ExpertPool
+from expert_kernels.probe import measure_rate
+from expert_kernels.reference import TORCH_DTYPE, ExpertFunction, use_one_thread
+from expert_kernels.step_rows import ActivationViews, StepRows, as_tensor, run_expert
+from expert_store.segment import StoreView
+from protocol.errors import ProtocolError
+from protocol.messages import Execute, Executed
+from protocol.step_segment import ACTIVATIONS, WEIGHTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from protocol.messages import WorkerCommand
+    from protocol.worker_life import WorkerLink
+
+log = logging.getLogger("headrace")
+
+
+class CpuWorker:
+    """Maps the segments and computes; says nothing to anybody.
+
+    Raises:
+        StoreFormatError: the weights are no expert store of this version.
+        ProtocolError: weights and activations do not belong to one model.
+    """
+
+    def __init__(self, link: WorkerLink, num_threads: int) -> None:
+        weights_fd, _ = link.segment(WEIGHTS)
+        self._store = StoreView(weights_fd)
+        self.layout = self._store.layout
+        self._blocks = as_tensor(self._store.memory, torch.uint8, 0, [self.layout.total_bytes])
+        memory, grant = link.map_segment(ACTIVATIONS, is_writable=True)
+        self._views = ActivationViews(memory, grant)
+        if (
+            self._views.hidden.shape[1] != self.layout.form.hidden_size
+            or self._views.hidden.dtype is not TORCH_DTYPE[self.layout.dtype]
+        ):
+            raise ProtocolError(
+                f"the activation segment holds {self._views.hidden.dtype} rows of "
+                f"{self._views.hidden.shape[1]}, the experts take {self.layout.dtype} rows of "
+                f"{self.layout.form.hidden_size}"
+            )
+        self._function = ExpertFunction(self.layout)
+        self._tensors: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        self._epoch = link.epoch
+        self.pool = ExpertPool(num_threads)
+        self.num_dropped = 0
+
+    def execute(self, command: Execute) -> Executed | None:
+        """Compute; None when the command was dropped."""
+        reason = self._find_fault(command)
+        if reason is not None:
+            self.drop(reason)
+            return None
+        started_ns = time.monotonic_ns()
+        num_rows = self._views.read_header()[2]
+        rows = StepRows.of(self._views, num_rows, command.experts)
+        num_bytes = len(command.experts) * self.layout.block_bytes
+        self.pool.run(command.experts, partial(self._run, rows, command.layer), num_bytes)
+        return Executed(
+            self._epoch,
+            command.step,
+            command.layer,
+            command.experts,
+            started_ns,
+            time.monotonic_ns(),
+            num_bytes,
+        )
+
+    def drop(self, reason: str) -> None:
+        """Count a command that is not obeyed; the first one is worth a warning."""
+        self.num_dropped += 1
+        level = logging.WARNING if self.num_dropped == 1 else logging.DEBUG
+        log.log(level, "dropped a command: %s (%d so far)", reason, self.num_dropped)
+
+    def measure_rate(self) -> float:
+        """Bytes/s at which this worker gets through experts of the store."""
+        x = torch.linspace(-1, 1, self.layout.form.hidden_size).to(self._function.dtype)[None]
+
+        def compute(keys: Sequence[tuple[int, int]]) -> None:
+            self.pool.run(
+                keys,
+                lambda key: self._function(self._tensors_of(*key), x),
+                len(keys) * self.layout.block_bytes,
+            )
+
+        batch = min(max(self.layout.top_k, self.pool.num_threads), self.layout.total_experts)
+        return measure_rate(compute, self.layout, batch=batch)
+
+    def weight_pages(self) -> str:
+        """One line on which NUMA nodes hold the weights, from a sample of their pages."""
+        try:
+            pages = page_nodes(self._blocks.data_ptr(), self.layout.total_bytes)
+        except OSError as error:
+            return f"where the weights lie is not known: {error.strerror}"
+        parts = [f"{num} on node {node}" for node, num in pages.per_node.items()]
+        if pages.num_absent:
+            parts.append(f"{pages.num_absent} not in memory yet")
+        if pages.num_unknown:
+            parts.append(f"{pages.num_unknown} unknown")
+        return f"weights, by a sample of pages: {', '.join(parts) or 'none'}"
+
+    def _run(self, rows: StepRows, layer: int, expert: int) -> None:
+        run_expert(self._function, self._tensors_of(layer, expert), rows, expert)
+
+    def _tensors_of(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
+        tensors = self._tensors.get((layer, expert))
+        if tensors is None:
+            start = self.layout.block_offset(layer, expert)
+            block = self._blocks[start : start + self.layout.block_bytes]
+            tensors = self._tensors[layer, expert] = self._function.tensors_of(block)
+        return tensors
+
+    def _find_fault(self, command: Execute) -> str | None:
+        if command.epoch != self._epoch:
+            return f"it is for epoch {command.epoch}, this is {self._epoch}"
+        if not 0 <= command.layer < self.layout.num_layers:
+            return f"MoE layer {command.layer} of {self.layout.num_layers}"
+        num_experts = self.layout.num_experts[command.layer]
+        for expert in command.experts:
+            if not 0 <= expert < num_experts:
+                return f"expert {expert} of {num_experts} in MoE layer {command.layer}"
+        try:
+            step, layer, _ = self._views.read_header()
+        except ProtocolError as error:
+            return str(error)
+        if (step, layer) != (command.step, command.layer):
+            return (
+                f"it is for step {command.step} layer {command.layer}, the activations are of "
+                f"step {step} layer {layer}"
+            )
+        return None
+
+
+def serve(link: WorkerLink, num_threads: int) -> None:
+    """Set up, say `Ready`, then compute until the orchestrator is gone."""
+    use_one_thread()
+    worker = CpuWorker(link, num_threads)
+    try:
+        with torch.inference_mode():
+            link.ready(_rate(link, worker))
+            while True:
+                _obey(link, worker, link.receive())
+    finally:
+        worker.pool.close()
+        if worker.num_dropped:
+            log.info("dropped %d commands in all", worker.num_dropped)
+
+
+def _rate(link: WorkerLink, worker: CpuWorker) -> float:
+    """Measured bytes/s, or 0.0 when a person has stated the rate."""
+    pages, num_threads = worker.weight_pages(), worker.pool.num_threads
+    log.info("%s", pages)
+    if link.setup.is_rate_stated:
+        return 0.0
+    link.progress(0, 1, f"measuring the rate of {num_threads} threads; {pages}")
+    rate = worker.measure_rate()
+    log.info("computes experts at %.2f GB/s with %d threads", rate / 1e9, num_threads)
+    return rate
+
+
+def _obey(link: WorkerLink, worker: CpuWorker, command: WorkerCommand | None) -> None:
+    if isinstance(command, Execute):
+        executed = worker.execute(command)
+        if executed is not None:
+            link.send(executed)
+    elif command is not None:
+        worker.drop(f"a cpu_worker does not know {type(command).__name__}")

@@ -1,0 +1,383 @@
+"""Simulated workers and the memory they share, with every touch of that memory checked.
+
+Time only passes between events: a worker does something now, or asks to be called back later. What
+a real machine would get wrong in silence (a torn read, rows written over another layer's) raises
+`Violation` here, at the moment it happens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from protocol.messages import (
+    Arena,
+    AttachArena,
+    Copied,
+    Copy,
+    DetachArena,
+    DropSequence,
+    Epoch,
+    Execute,
+    Executed,
+    ExpertId,
+    LayerId,
+    Message,
+    Ran,
+    Ready,
+    Role,
+    Routed,
+    Run,
+    StartStep,
+    StepDone,
+)
+from tests.sim.model import Cache, SyntheticModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from random import Random
+
+EXPERT_BYTES = 1000
+TORN = (-1, -1)
+
+
+class Violation(AssertionError):
+    """Something happened that must never happen."""
+
+
+@dataclass
+class Slot:
+    """What lies in one slot; `version` tells whether it was touched between two looks."""
+
+    content: tuple[int, int] | None = None
+    version: int = 0
+
+
+@dataclass
+class Segment:
+    """The activation segment: the rows of one layer-step, written over by the next."""
+
+    step: int = 0
+    layer: int = 0
+    experts: list[int] = field(default_factory=list)
+    #: By position of the expert in the routing: who wrote the result rows there.
+    results: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+
+
+class World(Protocol):
+    """What a worker sees of the world."""
+
+    rng: Random
+    now: int
+    model: SyntheticModel
+    segment: Segment
+    max_num_seqs: int
+
+    def after(self, delay: int, action: Callable[[], None]) -> None: ...
+    def from_worker(self, worker: SimWorker, message: Message) -> None: ...
+    def slots_behind(self, arena: Arena) -> list[Slot]: ...
+    def latency(self, usual: int) -> int: ...
+
+
+class SimWorker:
+    """One incarnation of one worker."""
+
+    role: Role
+
+    def __init__(self, world: World, epoch: Epoch, bytes_per_s: float) -> None:
+        self.world = world
+        self.epoch = epoch
+        self.bytes_per_s = bytes_per_s
+        self.is_alive = True
+        self.last_sent_arrives = 0
+        self.last_command_arrives = 0
+        #: Nothing of it is heard after this; set at its death.
+        self.silent_from: int | None = None
+
+    def ready(self) -> Ready:
+        return Ready(self.epoch, self.bytes_per_s)
+
+    def receive(self, command: Message) -> None:
+        raise Violation(f"the {self.role} was sent a {type(command).__name__}")
+
+    def send(self, message: Message) -> None:
+        self.world.from_worker(self, message)
+
+    def later(self, usual: int, action: Callable[[], None]) -> None:
+        """Call back after about `usual` ns, if still alive then."""
+        self.world.after(self.world.latency(usual), lambda: action() if self.is_alive else None)
+
+    def require(self, condition: bool, sentence: str) -> None:
+        if not condition:
+            raise Violation(f"{self.role} {self.epoch} at {self.world.now}: {sentence}")
+
+
+class Copier:
+    """Copies one expert after the other into slots; a slot is torn while it is written."""
+
+    def __init__(self, worker: SimWorker) -> None:
+        self._worker = worker
+        self._slots: list[Slot] | None = None
+        self._queue: deque[Copy] = deque()
+        self._round = 0  # an arena that goes takes its copies with it
+
+    def attach(self, slots: list[Slot]) -> None:
+        self._worker.require(self._slots is None, "two arenas without a detach between them")
+        self._slots = slots
+
+    def detach(self) -> None:
+        self._worker.require(self._slots is not None, "there is no arena to detach")
+        self._slots = None
+        self._queue.clear()
+        self._round += 1
+
+    def copy(self, command: Copy) -> None:
+        self._worker.require(self._slots is not None, "a Copy before the arena")
+        self._queue.append(command)
+        if len(self._queue) == 1:
+            self._begin()
+
+    def _begin(self) -> None:
+        worker, command, slots = self._worker, self._queue[0], self._slots
+        assert slots is not None
+        slot, started, this_round = slots[command.slot], worker.world.now, self._round
+        slot.content, slot.version = TORN, slot.version + 1
+
+        def end() -> None:
+            if this_round != self._round:
+                return
+            slot.content, slot.version = (command.layer, command.expert), slot.version + 1
+            now = worker.world.now
+            worker.send(Copied(worker.epoch, command.copy, started, now, EXPERT_BYTES))
+            self._queue.popleft()
+            if self._queue:
+                self._begin()
+
+        worker.later(80, end)
+
+
+class SimDma(SimWorker):
+    role: Role = "dma_worker"
+
+    def __init__(self, world: World, epoch: Epoch, bytes_per_s: float) -> None:
+        super().__init__(world, epoch, bytes_per_s)
+        self._copier = Copier(self)
+
+    def receive(self, command: Message) -> None:
+        match command:
+            case AttachArena():
+                self._copier.attach(self.world.slots_behind(command.arena))
+            case DetachArena():
+                self._copier.detach()
+            case Copy():
+                self._copier.copy(command)
+            case _:
+                super().receive(command)
+
+
+class SimCpu(SimWorker):
+    role: Role = "cpu_worker"
+
+    def __init__(self, world: World, epoch: Epoch, bytes_per_s: float) -> None:
+        super().__init__(world, epoch, bytes_per_s)
+        self._queue: deque[Execute] = deque()
+
+    def receive(self, command: Message) -> None:
+        if not isinstance(command, Execute):
+            super().receive(command)
+            return
+        self._queue.append(command)
+        if len(self._queue) == 1:
+            self._begin(command, 0, [])
+
+    def _begin(self, command: Execute, index: int, unsaid: list[ExpertId]) -> None:
+        segment, started = self.world.segment, self.world.now
+        self._check_rows(command)
+
+        def end() -> None:
+            self._check_rows(command)
+            expert = command.experts[index]
+            position = segment.experts.index(expert)
+            segment.results[position] = (command.step, command.layer, expert)
+            unsaid.append(expert)
+            is_last = index + 1 == len(command.experts)
+            if is_last or self.world.rng.random() < 0.3:  # now and then in several answers
+                self._say(command, list(unsaid), started)
+                unsaid.clear()
+            if not is_last:
+                self._begin(command, index + 1, unsaid)
+                return
+            self._queue.popleft()
+            if self._queue:
+                self._begin(self._queue[0], 0, [])
+
+        self.later(100, end)
+
+    def _say(self, command: Execute, experts: list[ExpertId], started: int) -> None:
+        num_bytes = EXPERT_BYTES * len(experts)
+        self.send(
+            Executed(
+                self.epoch,
+                command.step,
+                command.layer,
+                experts,
+                started,
+                self.world.now,
+                num_bytes,
+            )
+        )
+
+    def _check_rows(self, command: Execute) -> None:
+        segment = self.world.segment
+        self.require(
+            (segment.step, segment.layer) == (command.step, command.layer),
+            f"rows of step {segment.step} layer {segment.layer} lie where those of step "
+            f"{command.step} layer {command.layer} are computed",
+        )
+        self.require(set(command.experts) <= set(segment.experts), "nobody chose this expert")
+
+
+class SimGpu(SimWorker):
+    role: Role = "gpu_worker"
+
+    def __init__(
+        self, world: World, epoch: Epoch, bytes_per_s: float, arena: Arena, ran_lag: int
+    ) -> None:
+        super().__init__(world, epoch, bytes_per_s)
+        self._arena = arena
+        self._ran_lag = ran_lag
+        self._slots = world.slots_behind(arena)
+        self._copier = Copier(self)
+        if arena.kind == "in_process":
+            self._copier.attach(self._slots)
+        self._caches: dict[int, Cache] = {}
+        self._step: StartStep | None = None
+        self._rows: list[int] = []
+        self._next_cache = Cache()
+        self._layer = 0
+        self._is_routed = False
+        self._computed: set[int] = set()
+        self._runs: deque[Run] = deque()
+
+    def ready(self) -> Ready:
+        return Ready(self.epoch, self.bytes_per_s, self._arena)
+
+    def receive(self, command: Message) -> None:
+        match command:
+            case StartStep():
+                self._start(command)
+            case Run():
+                self._run(command)
+            case DropSequence():
+                in_use = self._step is not None and self._step.sequence == command.sequence
+                self.require(not in_use, "the sequence of the step in flight is dropped")
+                self.require(command.sequence in self._caches, "an unknown sequence is dropped")
+                del self._caches[command.sequence]
+            case Copy() if self._arena.kind == "in_process":
+                self._copier.copy(command)
+            case _:
+                super().receive(command)
+
+    def _start(self, command: StartStep) -> None:
+        self.require(self._step is None, "a second step while one is in flight")
+        self.require(bool(command.tokens), "a step over no tokens")
+        cache = self._caches.get(command.sequence, Cache())
+        self.require(
+            cache.num_tokens == command.start,
+            f"the cache holds {cache.num_tokens} positions, the step starts at {command.start}",
+        )
+        self._next_cache, self._rows = cache.extended(command.tokens)
+        self._step, self._layer = command, 0
+        self._caches[command.sequence] = cache
+        self.require(len(self._caches) <= self.world.max_num_seqs, "too many caches")
+        self.later(50, self._route)
+
+    def _route(self) -> None:
+        step = self._step
+        assert step is not None
+        num_rows: dict[int, int] = {}
+        for offset, row in enumerate(self._rows):
+            for expert in self.world.model.route(self._layer, step.start + offset, row):
+                num_rows[expert] = num_rows.get(expert, 0) + 1
+        segment = self.world.segment
+        segment.step, segment.layer, segment.experts = step.step, self._layer, list(num_rows)
+        self._computed, self._is_routed = set(), True
+        self.send(
+            Routed(
+                self.epoch,
+                step.step,
+                LayerId(self._layer),
+                [ExpertId(expert) for expert in num_rows],
+                list(num_rows.values()),
+                self.world.now,
+            )
+        )
+
+    def _run(self, command: Run) -> None:
+        step = self._step
+        self.require(
+            step is not None
+            and self._is_routed
+            and (command.step, command.layer) == (step.step, self._layer),
+            f"Run for step {command.step} layer {command.layer}, which is not in progress",
+        )
+        self.require(len(command.experts) == len(command.slots), "experts without slots")
+        self._runs.append(command)
+        if len(self._runs) == 1:
+            self._begin_run()
+
+    def _begin_run(self) -> None:
+        command, started = self._runs[0], self.world.now
+        slots = [self._slots[slot] for slot in command.slots]
+        for expert, slot in zip(command.experts, slots, strict=True):
+            self.require(
+                slot.content == (command.layer, expert),
+                f"layer {command.layer} expert {expert} is run from a slot with {slot.content}",
+            )
+            self.require(expert in self.world.segment.experts, "nobody chose this expert")
+            self.require(expert not in self._computed, f"expert {expert} is run twice")
+            self._computed.add(expert)
+        versions = [slot.version for slot in slots]
+
+        def end() -> None:
+            now = self.world.now
+            self.require(versions == [slot.version for slot in slots], "a slot changed in a run")
+            if command.experts:
+                ran = Ran(self.epoch, command.step, command.layer, command.experts, started, now)
+                self.later(self._ran_lag, lambda: self.send(ran))
+            self._runs.popleft()
+            if command.join:
+                self._join()
+            elif self._runs:
+                self._begin_run()
+
+        self.later(20 * len(command.experts), end)
+
+    def _join(self) -> None:
+        step, segment = self._step, self.world.segment
+        assert step is not None
+        self.require(not self._runs, "a Run after the join")
+        for position, expert in enumerate(segment.experts):
+            rows = (step.step, self._layer, expert)
+            self.require(
+                expert in self._computed or segment.results.get(position) == rows,
+                f"layer {self._layer} is joined without expert {expert}",
+            )
+        self._layer += 1
+        self._is_routed = False
+        if self._layer < self.world.model.num_layers:
+            self.later(50, self._route)
+        else:
+            self.later(50, self._finish)
+
+    def _finish(self) -> None:
+        step = self._step
+        assert step is not None
+        self._step = None
+        cache = self._caches[step.sequence] = self._next_cache
+        token = None
+        if step.sampling is not None:
+            token = self.world.model.sample(cache.digest, step.sampling.seed)
+        digest = f"{cache.digest:x}"
+        self.send(StepDone(self.epoch, step.step, token, digest, 0, self.world.now))

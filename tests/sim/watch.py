@@ -1,0 +1,304 @@
+"""An onlooker who hears every event and every command and knows what must never be among them.
+
+It keeps its own books, by other means than the core, and compares. Timing plays no part: a command
+that would go wrong in some order of events is a `Violation` even when this order was kind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from orchestrator.core.events import (
+    RequestDone,
+    Stalled,
+    Submit,
+    TokenOut,
+    Withdraw,
+    WorkerJoined,
+    WorkerLost,
+)
+from protocol.messages import (
+    AttachArena,
+    Copied,
+    Copy,
+    DetachArena,
+    Execute,
+    Executed,
+    Message,
+    Ran,
+    Routed,
+    Run,
+    StartStep,
+    StepDone,
+)
+from tests.sim.machine import EXPERT_BYTES, Violation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from orchestrator.core.events import CoreCommand, CoreEvent
+    from tests.sim.model import Answer
+
+
+@dataclass
+class Books:
+    """What one request has got and cost, counted from outside."""
+
+    answer: Answer
+    sequence: int | None = None
+    num_tokens: int = 0
+    is_withdrawn: bool = False
+    done: RequestDone | None = None
+    costs: Counter[str] = field(default_factory=Counter)
+
+
+class Onlooker:
+    """See the module. `answers` holds the undisturbed answer of every request."""
+
+    def __init__(self, answers: dict[str, Answer]) -> None:
+        self.books = {name: Books(answer) for name, answer in answers.items()}
+        self._roles: dict[int, str] = {}
+        self._attached: int | None = None
+        self._step: StartStep | None = None
+        self._owner: str | None = None
+        self._layers_joined = 0
+        #: Where each expert of the layer-step in progress is: "miss" or how it was placed.
+        self._parts: dict[int, str] = {}
+        self._executing: dict[int, int] = {}
+        self._copying: dict[int, Copy] = {}
+        self._slots: dict[int, tuple[int, int]] = {}
+        self._reads: Counter[int] = Counter()
+        self._unran: dict[tuple[int, int, int], int] = {}
+        #: What every cpu_worker was told and has not answered: epoch, step, layer, expert.
+        self._owed: set[tuple[int, int, int, int]] = set()
+        self._stalls: Counter[str] = Counter()
+        self._used_copies: set[int] = set()
+        #: Layer-steps whose experts were not all placed at once: for want of a slot or a branch.
+        self.num_waits = 0
+
+    def saw(self, event: CoreEvent, commands: Sequence[CoreCommand], *, is_stale: bool) -> None:
+        """Take in one event and what the core made of it."""
+        if is_stale:
+            _require(not commands, f"the core acted on stale news: {event} -> {commands}")
+            return
+        self._hear(event)
+        for command in commands:
+            self._weigh(command)
+        if isinstance(event, Routed) and self._parts:
+            self._check_decision(event)
+
+    # ---- events ----
+
+    def _hear(self, event: CoreEvent) -> None:
+        match event:
+            case WorkerJoined():
+                self._roles[event.epoch] = event.role
+                self._stalls.clear()
+            case WorkerLost():
+                self._lost(event.epoch)
+            case Withdraw():
+                self.books[event.request].is_withdrawn = True
+            case Routed():
+                _require(self._is_current(event), "a live gpu_worker routed out of turn")
+                self._parts = dict.fromkeys(event.experts, "miss")
+            case Copied():
+                copy = self._copying.pop(event.copy, None)
+                if copy is not None:
+                    self._slots[copy.slot] = (copy.layer, copy.expert)
+                    self._cost()["fill_bytes"] += EXPERT_BYTES
+            case Executed():
+                for expert in event.experts:
+                    self._owed.discard((event.epoch, event.step, event.layer, expert))
+                    if self._is_current(event) and self._executing.get(expert) == event.epoch:
+                        del self._executing[expert]
+                        self._parts[expert] = "executed"
+                        self._cost()["cpu_bytes"] += EXPERT_BYTES
+            case Ran():
+                for expert in event.experts:
+                    slot = self._unran.pop((event.step, event.layer, expert))
+                    self._reads[slot] -= 1
+            case StepDone():
+                _require(self._step is not None, "a step is done that nobody started")
+                self._step = None
+            case Submit():
+                pass
+
+    def _lost(self, epoch: int) -> None:
+        self._stalls.clear()
+        role = self._roles.pop(epoch, None)
+        self._owed = {owed for owed in self._owed if owed[0] != epoch}
+        if role == "gpu_worker":
+            self._step = None
+            self._parts, self._executing, self._copying = {}, {}, {}
+            self._slots, self._reads, self._unran = {}, Counter(), {}
+        for expert in [e for e, owner in self._executing.items() if owner == epoch]:
+            del self._executing[expert]
+            self._parts[expert] = "miss"
+        for number in [n for n, copy in self._copying.items() if copy.epoch == epoch]:
+            self._parts[self._copying.pop(number).expert] = "miss"
+        if epoch == self._attached:
+            self._attached = None
+
+    # ---- commands ----
+
+    def _weigh(self, command: CoreCommand) -> None:
+        if isinstance(command, Message):
+            epoch: int = command.epoch  # type: ignore[attr-defined]
+            _require(epoch in self._roles, f"{command} is sent to a worker that is not here")
+        match command:
+            case StartStep():
+                self._start(command)
+            case Copy():
+                self._copy(command)
+            case Execute():
+                _require(self._is_current(command), "an Execute for another layer")
+                for expert in command.experts:
+                    _require(self._parts.get(expert) == "miss", f"expert {expert} is placed twice")
+                    self._parts[expert] = "executing"
+                    self._executing[expert] = command.epoch
+                    self._owed.add((command.epoch, command.step, command.layer, expert))
+            case Run():
+                self._run(command)
+            case AttachArena():
+                _require(self._attached is None, "an arena is attached twice")
+                _require("gpu_worker" in self._roles.values(), "an arena of nobody is attached")
+                self._attached = command.epoch
+            case DetachArena():
+                _require(self._attached == command.epoch, "no arena is there to detach")
+                self._attached = None
+            case TokenOut():
+                self._token(command)
+            case RequestDone():
+                self._done(command)
+            case Stalled():
+                self._stalls[command.missing_role] += 1
+                _require(self._stalls[command.missing_role] == 1, "a stall is said twice")
+                _require(command.missing_role not in self._roles.values(), "nobody is missing")
+
+    def _start(self, command: StartStep) -> None:
+        _require(self._step is None, "two steps are in flight")
+        _require(self._roles[command.epoch] == "gpu_worker", "a step for another role")
+        _require(not self._parts and not self._executing, "a step starts within another")
+        _require(not self._owed, "a step starts while a cpu_worker works for a void one")
+        if command.start == 0:
+            self._owner = request_of(command.tokens[0])
+            self.books[self._owner].sequence = command.sequence
+        else:
+            self._owner = next(
+                name for name, books in self.books.items() if books.sequence == command.sequence
+            )
+        _require(not self.books[self._owner].is_withdrawn, "a withdrawn request goes on")
+        self._step, self._layers_joined = command, 0
+
+    def _copy(self, command: Copy) -> None:
+        slot, key = command.slot, (command.layer, command.expert)
+        is_link = command.epoch == self._attached or self._roles[command.epoch] == "gpu_worker"
+        _require(is_link, "a Copy to a worker without the arena")
+        _require(command.copy not in self._used_copies, "a copy id is used twice")
+        _require(self._parts.get(command.expert) == "miss", f"{key} is placed twice")
+        _require(not self._reads[slot], f"slot {slot} is overwritten while it may be read")
+        _require(
+            all(copy.slot != slot for copy in self._copying.values()),
+            f"slot {slot} is filled twice at once",
+        )
+        _require(key not in self._slots.values(), f"{key} is filled though it is resident")
+        if self._slots.pop(slot, None) is not None:
+            self._cost()["evictions"] += 1
+        self._used_copies.add(command.copy)
+        self._copying[command.copy] = command
+        self._parts[command.expert] = "copying"
+
+    def _run(self, command: Run) -> None:
+        _require(self._is_current(command), "a Run for another layer")
+        _require(bool(command.experts) or command.join, "a Run of nothing")
+        for expert, slot in zip(command.experts, command.slots, strict=True):
+            key = (command.layer, expert)
+            _require(self._slots.get(slot) == key, f"{key} is run from slot {slot} without it")
+            place = self._parts.get(expert)
+            _require(place in ("miss", "copying"), f"expert {expert} is computed twice")
+            self._parts[expert] = "hit" if place == "miss" else "filled"
+            self._reads[slot] += 1
+            self._unran[command.step, command.layer, expert] = slot
+        places = Counter(self._parts.values())
+        num_in = places["hit"] + places["filled"] + places["executed"]
+        _require(
+            command.join == (num_in == len(self._parts)),
+            f"join={command.join} with {num_in} of {len(self._parts)} parts in",
+        )
+        if command.join:
+            costs = self._cost()
+            costs["layer_steps"] += 1
+            costs["hits"] += places["hit"]
+            costs["fills"] += places["filled"]
+            costs["cpu_experts"] += places["executed"]
+            self._parts = {}
+            self._layers_joined += 1
+
+    def _check_decision(self, event: Routed) -> None:
+        """After the decision every resident expert runs; the rest is placed, or has to wait."""
+        waiting = [expert for expert, place in self._parts.items() if place == "miss"]
+        for expert in waiting:
+            key = (event.layer, expert)
+            _require(key not in self._slots.values(), f"{key} is resident and not run")
+        self.num_waits += bool(waiting)
+
+    def _token(self, command: TokenOut) -> None:
+        books = self.books[command.request]
+        answer = books.answer
+        _require(books.done is None, f"a token after the end of {command.request}")
+        _require(not books.is_withdrawn, f"a token for the withdrawn {command.request}")
+        expected = answer.tokens[books.num_tokens : books.num_tokens + 1]
+        _require(
+            expected == [command.token],
+            f"token {books.num_tokens} of {command.request} is {command.token}, not {expected}",
+        )
+        books.num_tokens += 1
+
+    def _done(self, command: RequestDone) -> None:
+        books = self.books[command.request]
+        _require(books.done is None, f"{command.request} ends twice")
+        books.done = command
+        self._stalls.clear()  # with nothing left to wait for, a stall ends too
+        answer = books.answer
+        if books.is_withdrawn:
+            _require(command.reason == "cancelled", f"a withdrawn request ends as {command.reason}")
+        else:
+            _require(command.reason == answer.reason, f"{command.request} is {command.reason}")
+            _require(books.num_tokens == len(answer.tokens), f"{command.request} is cut short")
+        counted = {
+            name: getattr(command.counters, name)
+            for name in (
+                "layer_steps",
+                "hits",
+                "fills",
+                "cpu_experts",
+                "evictions",
+                "fill_bytes",
+                "cpu_bytes",
+            )
+        }
+        own = {name: books.costs[name] for name in counted}
+        _require(counted == own, f"{command.request} is said to cost {counted}, seen was {own}")
+
+    def _cost(self) -> Counter[str]:
+        assert self._owner is not None
+        return self.books[self._owner].costs
+
+    def _is_current(self, message: Routed | Executed | Execute | Run) -> bool:
+        return (
+            self._step is not None
+            and message.step == self._step.step
+            and message.layer == self._layers_joined
+        )
+
+
+def request_of(first_token: int) -> str:
+    """Every prompt begins with a token of its own."""
+    return f"r{first_token}"
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise Violation(sentence)

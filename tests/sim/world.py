@@ -1,0 +1,292 @@
+"""The whole system under a virtual clock: one seed, one story.
+
+A heap of (time, number, action) is all there is of time. Messages are real frames of the real
+codec; those between one worker and the core stay in order, those of different workers race. Workers
+die at random moments, several at once if it so happens, and others take their place some time
+later. What a dead worker had sent may still arrive, even after its death is known, or may not.
+Every event is now and then told twice.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from orchestrator.core.core import Core
+from orchestrator.core.events import (
+    CoreConfig,
+    Submit,
+    Withdraw,
+    WorkerJoined,
+    WorkerLost,
+)
+from protocol.codec import encode, to_orchestrator, to_worker
+from protocol.messages import Arena, Epoch, Message, Ready, RequestId, SamplingParams
+from tests.sim.machine import (
+    Segment,
+    SimCpu,
+    SimDma,
+    SimGpu,
+    SimWorker,
+    Slot,
+    Violation,
+)
+from tests.sim.model import SyntheticModel, undisturbed
+from tests.sim.watch import Onlooker, request_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from orchestrator.core.events import CoreEvent
+
+MAX_EVENTS = 60_000
+_from_worker = to_orchestrator()
+_to_worker = to_worker()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a story is made of; everything else follows from `seed`."""
+
+    seed: int
+    config: CoreConfig
+    num_experts: int
+    arena_kind: str
+    cpu_rates: tuple[float, ...]
+    link_rate: float
+    #: ns by which `Ran` may come late.
+    ran_lag: int
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: tuple[int, ...]
+    #: Which requests are withdrawn, and how long after their coming.
+    withdrawals: dict[int, int]
+    #: When workers die: at this time, those of these roles.
+    crashes: tuple[tuple[int, tuple[str, ...]], ...]
+    repeat_chance: float
+
+
+@dataclass
+class Seat:
+    """A place that one worker after the other takes."""
+
+    role: str
+    bytes_per_s: float
+    worker: SimWorker | None = None
+
+
+@dataclass
+class Story:
+    """What happened, for comparing two runs."""
+
+    lines: list[str] = field(default_factory=list)
+    events: list[CoreEvent] = field(default_factory=list)
+    num_deaths: int = 0
+    num_stale: int = 0
+    num_waits: int = 0
+    num_layer_steps: int = 0
+
+
+class Simulation:
+    """Runs one scenario to its end; raises `Violation` or `InvariantBroken` if it goes wrong."""
+
+    def __init__(self, scenario: Scenario, core: Core | None = None) -> None:
+        self.scenario = scenario
+        self.rng = random.Random(scenario.seed)
+        config = scenario.config
+        self.model = SyntheticModel(
+            scenario.seed, config.num_layers, scenario.num_experts, config.top_k
+        )
+        self.core = core or Core(config)
+        self.max_num_seqs = config.max_num_seqs
+        self.now = 0
+        self.segment = Segment()
+        self.story = Story()
+        self._heap: list[tuple[int, int, Callable[[], None]]] = []
+        self._num_scheduled = 0
+        self._last_epoch = 0
+        self._workers: dict[Epoch, SimWorker] = {}
+        self._arenas: dict[bytes, list[Slot]] = {}
+        self._requests = self._make_requests()
+        self.onlooker = Onlooker(
+            {
+                submit.request: undisturbed(
+                    self.model,
+                    submit.prompt_tokens,
+                    submit.max_tokens,
+                    submit.eos_tokens,
+                    submit.sampling.seed,
+                    config.max_rows,
+                    config.max_sequence_tokens,
+                )
+                for submit in self._requests
+            }
+        )
+        self._seats = [Seat("gpu_worker", 0.0), Seat("dma_worker", scenario.link_rate)]
+        self._seats += [Seat("cpu_worker", rate) for rate in scenario.cpu_rates]
+        if scenario.arena_kind == "in_process":
+            self._seats[0].bytes_per_s = scenario.link_rate
+
+    def run(self) -> Story:
+        """Until every request is over and nothing is in flight."""
+        for seat in self._seats:
+            self._start(seat)
+        for index, submit in enumerate(self._requests):
+            arrives = self.rng.randrange(1, 4000)
+            self.after(arrives, lambda submit=submit: self._submit(submit))  # type: ignore[misc]
+            if index in self.scenario.withdrawals:
+                withdraw = Withdraw(submit.request)
+                leaves = arrives + self.scenario.withdrawals[index]
+                self.after(leaves, lambda withdraw=withdraw: self._tell(withdraw))  # type: ignore[misc]
+        for at, roles in self.scenario.crashes:
+            self.after(at, lambda roles=roles: self._crash(roles))  # type: ignore[misc]
+        num_events = 0
+        while self._heap:
+            self.now, _, action = heapq.heappop(self._heap)
+            action()
+            num_events += 1
+            if num_events > MAX_EVENTS:
+                raise Violation("the story does not end")
+        for name, books in self.onlooker.books.items():
+            if books.done is None:
+                raise Violation(f"{name} waits for ever: {self.core.snapshot()}")
+            self.story.num_layer_steps += books.done.counters.layer_steps
+        if not self.core.is_idle:
+            raise Violation("the core is not idle after the last request")
+        self.story.num_waits = self.onlooker.num_waits
+        return self.story
+
+    # ---- what workers see ----
+
+    def after(self, delay: int, action: Callable[[], None]) -> None:
+        self._num_scheduled += 1
+        heapq.heappush(self._heap, (self.now + delay, self._num_scheduled, action))
+
+    def latency(self, usual: int) -> int:
+        """Mostly about `usual`, now and then far longer."""
+        scale = 20.0 if self.rng.random() < 0.02 else 1.0
+        return int(usual * self.rng.uniform(0.2, 2.0) * scale)
+
+    def slots_behind(self, arena: Arena) -> list[Slot]:
+        return self._arenas[arena.handle]
+
+    def from_worker(self, worker: SimWorker, message: Message) -> None:
+        arrives = max(self.now + self.latency(10), worker.last_sent_arrives)
+        worker.last_sent_arrives = arrives
+        frame = encode(message)
+
+        def arrive() -> None:
+            if worker.silent_from is not None and self.now >= worker.silent_from:
+                return
+            is_known = self._workers.get(worker.epoch) is worker
+            self._tell(_from_worker.decode(frame), is_stale=not is_known)  # type: ignore[arg-type]
+
+        self.after(arrives - self.now, arrive)
+
+    # ---- the shell's part ----
+
+    def _tell(self, event: CoreEvent, *, is_stale: bool = False) -> None:
+        commands = self.core.handle(event)
+        self.core.check()
+        self.story.events.append(event)
+        self.story.lines.append(f"{self.now} {event} -> {commands}")
+        self.story.num_stale += is_stale
+        self.onlooker.saw(event, commands, is_stale=is_stale)
+        for command in commands:
+            if isinstance(command, Message):
+                self._carry(command)
+        if not is_stale and self.rng.random() < self.scenario.repeat_chance:
+            self.after(self.latency(200), lambda: self._repeat(event))
+
+    def _repeat(self, event: CoreEvent) -> None:
+        if isinstance(event, Submit) and self.onlooker.books[event.request].done is not None:
+            return  # a name may be used again once its request is over
+        self._tell(event, is_stale=True)
+
+    def _carry(self, command: Message) -> None:
+        worker = self._workers[command.epoch]  # type: ignore[attr-defined]
+        arrives = max(self.now + self.latency(10), worker.last_command_arrives)
+        worker.last_command_arrives = arrives
+        frame = encode(command)
+
+        def arrive() -> None:
+            if worker.is_alive:
+                worker.receive(_to_worker.decode(frame))
+
+        self.after(arrives - self.now, arrive)
+
+    def _submit(self, submit: Submit) -> None:
+        self._tell(submit)
+
+    # ---- life and death ----
+
+    def _start(self, seat: Seat) -> None:
+        self._last_epoch += 1
+        epoch = Epoch(self._last_epoch)
+        match seat.role:
+            case "gpu_worker":
+                worker: SimWorker = SimGpu(
+                    self, epoch, seat.bytes_per_s, self._new_arena(epoch), self.scenario.ran_lag
+                )
+            case "dma_worker":
+                worker = SimDma(self, epoch, seat.bytes_per_s)
+            case _:
+                worker = SimCpu(self, epoch, seat.bytes_per_s)
+        seat.worker = worker
+
+        def join() -> None:
+            ready = _from_worker.decode(encode(worker.ready()))
+            assert isinstance(ready, Ready)
+            self._workers[epoch] = worker
+            self._tell(WorkerJoined(epoch, worker.role, ready.bytes_per_s, ready.arena))
+
+        worker.later(self.rng.choice((100, 2000)), join)
+
+    def _new_arena(self, epoch: Epoch) -> Arena:
+        num_slots = self.scenario.config.num_slots
+        kind = self.scenario.arena_kind
+        # Shared slots outlive the gpu_worker with whatever is in them; a device's do not.
+        handle = b"shared" if kind == "shared" else str(epoch).encode()
+        slots = self._arenas.setdefault(handle, [Slot() for _ in range(num_slots)])
+        for slot in slots:
+            slot.content = None if slot.content is None else (-2, -2)
+        return Arena(kind=kind, num_slots=num_slots, slot_bytes=1, handle=handle)  # type: ignore[arg-type]
+
+    def _crash(self, roles: tuple[str, ...]) -> None:
+        for seat in self._seats:
+            if seat.role in roles and seat.worker is not None and self.rng.random() < 0.8:
+                self._kill(seat, seat.worker)
+
+    def _kill(self, seat: Seat, worker: SimWorker) -> None:
+        self.story.num_deaths += 1
+        worker.is_alive = False
+        seat.worker = None
+        worker.silent_from = self.now + self.rng.choice((0, 5, 5000))
+
+        def lost() -> None:
+            self._workers.pop(worker.epoch, None)
+            self._tell(WorkerLost(worker.epoch))
+            if self.rng.random() < 0.2:
+                self._tell(
+                    WorkerJoined(worker.epoch, worker.role, 1.0, worker.ready().arena),
+                    is_stale=True,
+                )
+            self.after(self.latency(1000), lambda: self._start(seat))
+
+        self.after(self.latency(30), lost)
+
+    def _make_requests(self) -> list[Submit]:
+        requests = []
+        for index, prompt in enumerate(self.scenario.prompts):
+            eos_tokens = frozenset({0, 1}) if index % 3 else frozenset[int]()
+            requests.append(
+                Submit(
+                    RequestId(request_of(prompt[0])),
+                    list(prompt),
+                    self.scenario.max_tokens[index],
+                    eos_tokens,
+                    SamplingParams(temperature=1.0, seed=self.rng.randrange(1000)),
+                )
+            )
+        return requests

@@ -1,0 +1,1 @@
+"""The device's owner: dense weights, KV cache, router, expert slots, sampler."""

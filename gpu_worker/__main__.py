@@ -1,0 +1,66 @@
+"""`headrace gpu-worker`: the program. Only this file reads arguments and the environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import transformers
+
+from gpu_worker.worker import serve
+from protocol.logs import set_up_logging
+from protocol.messages import Capabilities
+from protocol.worker_flags import worker_parser
+from protocol.worker_life import run_worker
+
+_DESCRIPTION = """\
+Runs the dense half of the model (attention, norms, routers, shared experts, sampler) and the experts
+that are resident in its slots. It joins the orchestrator that waits in the run directory and leaves
+with it. Stop it, kill it, start another in its place at any time: running requests go on with the
+same tokens once the new one has loaded.
+"""
+_EPILOG = """\
+Model, dtype and number of slots come from the orchestrator. Start that first:
+  headrace orchestrator --model DIR
+  headrace gpu-worker
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = worker_parser("headrace gpu-worker", _DESCRIPTION, _EPILOG, os.environ)
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="cpu: slots in host memory, no GPU is touched; cuda: slots in device memory; "
+        "auto: what the orchestrator was started with (default: %(default)s)",
+    )
+    arguments = parser.parse_args(argv)
+    set_up_logging("gpu-worker", arguments.log_level)
+    # One thread: the order of every addition stays fixed, and cpu_workers get the other cores.
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+    return run_worker(
+        "gpu_worker",
+        arguments.run_dir,
+        arguments.wait,
+        lambda: _capabilities(arguments.device),
+        lambda link: serve(link, arguments.device),
+    )
+
+
+def _capabilities(device: str) -> Capabilities:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Capabilities(
+        device=device,
+        num_threads=1,
+        cpus=sorted(os.sched_getaffinity(0)),
+        isa=torch.backends.cpu.get_cpu_capability(),
+        build=f"torch {torch.__version__}, transformers {transformers.__version__}",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""Expert slots in device memory, and who may fill them.
+
+The arena is one `cudaMalloc` of its own: torch's allocator may use expandable segments, whose
+memory has no IPC handle. Its 64-byte handle goes to the orchestrator, which passes it to the
+dma_worker; that process then copies experts in while this one computes.
+
+CUDA IPC does not exist everywhere (WSL2, MIG, some containers). There the arena is declared
+"in_process", and `InProcessCopier` takes the copies: a thread with a stream of its own, so that a
+copy from memory that could not be pinned, which blocks its caller, never blocks the model.
+
+Order between a copy and a kernel that reads the slot: the copy has been seen complete by a CPU
+before the orchestrator hears `Copied`, hence before it says `Run`; work launched after that sees it.
+Order the other way round: `Ran` is sent after the stream has passed the last read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import torch
+
+from expert_kernels.cuda_runtime import CudaError, CudaRuntime, CudaUnavailable
+from expert_store.segment import StoreView
+from gpu_worker.rows import CudaStream, DeviceRows
+from gpu_worker.slots import SlotViews
+from protocol.errors import ProtocolError, UserError
+from protocol.messages import Arena, CopyId
+from protocol.step_segment import WEIGHTS
+
+if TYPE_CHECKING:
+    import mmap
+
+    from expert_kernels.reference import ExpertFunction
+    from expert_kernels.step_rows import ActivationViews
+    from expert_store.layout import StoreLayout
+    from protocol.messages import Copy
+    from protocol.worker_life import WorkerLink
+
+log = logging.getLogger("headrace.gpu_worker")
+
+#: The driver hands out memory in pieces of this size; a whole number of them shares none of its
+#: pieces with other allocations, so the handle exports the arena and nothing else.
+_ALLOCATION_UNIT_BYTES = 2 << 20
+#: One registration of more than this fails on some drivers, and holds others up for long.
+_MAX_REGISTER_BYTES = 16 << 30
+
+
+class ArenaRuntime(Protocol):
+    """What of expert_kernels.cuda_runtime.CudaRuntime is used here."""
+
+    def set_device(self, device: int) -> None: ...
+    def device_uuid(self, device: int) -> str: ...
+    def malloc(self, num_bytes: int) -> int: ...
+    def free(self, pointer: int) -> None: ...
+    def ipc_get_handle(self, pointer: int) -> bytes: ...
+    def host_register(self, address: int, num_bytes: int) -> None: ...
+    def stream_create(self) -> int: ...
+    def stream_destroy(self, stream: int) -> None: ...
+    def stream_synchronize(self, stream: int) -> None: ...
+    def copy_to_device(self, target: int, source: int, num_bytes: int, stream: int) -> None: ...
+
+
+class DeviceBytes:
+    """Raw device memory as the CUDA array interface (version 3) describes it: uint8 [rows, cols].
+
+    `torch.as_tensor` makes a tensor of it without a copy and keeps this object alive.
+    """
+
+    def __init__(self, pointer: int, num_rows: int, num_columns: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_rows, num_columns),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class CudaSlots:
+    """Slots in an allocation of our own on CUDA device `device_index`.
+
+    Raises:
+        UserError: the device has not that much free memory.
+    """
+
+    def __init__(
+        self, runtime: ArenaRuntime, num_slots: int, function: ExpertFunction, device_index: int
+    ) -> None:
+        slot_bytes = function.layout.block_bytes
+        num_bytes = num_slots * slot_bytes
+        self._runtime = runtime
+        runtime.set_device(device_index)
+        unit = _ALLOCATION_UNIT_BYTES
+        try:
+            self.base = runtime.malloc(-(-num_bytes // unit) * unit)
+        except CudaError as error:
+            raise UserError(
+                f"The device has no room for {num_slots} expert slots of {slot_bytes} bytes "
+                f"({num_bytes / 1e9:.2f} GB) beside the dense weights: {error}; use fewer --slots."
+            ) from None
+        uuid = runtime.device_uuid(device_index)
+        try:
+            handle = runtime.ipc_get_handle(self.base)
+        except CudaError as error:
+            log.info("no CUDA IPC here (%s): this process fills its slots itself", error)
+            self.arena = Arena("in_process", num_slots, slot_bytes, gpu_uuid=uuid)
+        else:
+            self.arena = Arena("cuda_ipc", num_slots, slot_bytes, handle, 0, uuid)
+        self._function = function
+        self._views: SlotViews | None = None
+        self._device_index = device_index
+
+    def tensors(self, slot: int) -> dict[str, torch.Tensor]:
+        if self._views is None:
+            memory = torch.as_tensor(
+                DeviceBytes(self.base, self.arena.num_slots, self.arena.slot_bytes),
+                device=torch.device("cuda", self._device_index),
+            )
+            self._views = SlotViews(memory, self._function)
+        return self._views.tensors(slot)
+
+    def close(self) -> None:
+        """Free the arena. An importer that still maps it reads on undefined: the orchestrator has
+        the dma_worker detach first, and the end of this process frees it all the same."""
+        self._views = None
+        with contextlib.suppress(CudaError):
+            self._runtime.free(self.base)
+
+
+class FinishedCopy(msgspec.Struct, frozen=True):
+    """A copy that lies whole in its slot."""
+
+    copy: CopyId
+    started_ns: int
+    ended_ns: int
+    num_bytes: int
+
+
+class InProcessCopier:
+    """Fills slots from a thread of this process, one copy at a time, in the order asked for.
+
+    `source` is the address of the store's first byte in this process. `finished` is polled by the
+    thread that owns the connection to the orchestrator: sockets belong to one thread.
+    """
+
+    def __init__(
+        self,
+        runtime: ArenaRuntime,
+        device_index: int,
+        layout: StoreLayout,
+        source: int,
+        target: int,
+        num_slots: int,
+    ) -> None:
+        self._runtime = runtime
+        self._device_index = device_index
+        self._layout = layout
+        self._source = source
+        self._target = target
+        self._num_slots = num_slots
+        self._asked: queue.SimpleQueue[tuple[CopyId, int, int] | None] = queue.SimpleQueue()
+        self._done: deque[FinishedCopy] = deque()
+        self._fault: Exception | None = None
+        #: Copies asked for and not yet returned by `finished`.
+        self.num_pending = 0
+        self._thread = threading.Thread(target=self._copy_all, name="copier", daemon=True)
+        self._thread.start()
+
+    def submit(self, command: Copy) -> None:
+        """Ask for one copy.
+
+        Raises:
+            ProtocolError: there is no such expert or slot.
+        """
+        if not 0 <= command.slot < self._num_slots:
+            raise ProtocolError(f"Copy names slot {command.slot} of {self._num_slots}")
+        try:
+            offset_bytes = self._layout.block_offset(command.layer, command.expert)
+        except IndexError as error:
+            raise ProtocolError(f"Copy names {error}") from None
+        self.num_pending += 1
+        self._asked.put((command.copy, offset_bytes, command.slot * self._layout.block_bytes))
+
+    def finished(self) -> list[FinishedCopy]:
+        """Copies completed since the last call, oldest first.
+
+        Raises:
+            CudaError: a copy failed; the device cannot be trusted any more.
+        """
+        found: list[FinishedCopy] = []
+        while self._done:
+            found.append(self._done.popleft())
+        self.num_pending -= len(found)
+        if self._fault is not None and not found:
+            raise self._fault
+        return found
+
+    def close(self) -> None:
+        """Let the copy under way end, forget the rest."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._asked.get_nowait()
+        self._asked.put(None)
+        self._thread.join(timeout=5.0)
+
+    def _copy_all(self) -> None:
+        try:
+            self._runtime.set_device(self._device_index)
+            stream = self._runtime.stream_create()
+            num_bytes = self._layout.block_bytes
+            while (asked := self._asked.get()) is not None:
+                copy, source_offset, target_offset = asked
+                started_ns = time.monotonic_ns()
+                self._runtime.copy_to_device(
+                    self._target + target_offset, self._source + source_offset, num_bytes, stream
+                )
+                self._runtime.stream_synchronize(stream)
+                self._done.append(FinishedCopy(copy, started_ns, time.monotonic_ns(), num_bytes))
+            self._runtime.stream_destroy(stream)
+        except Exception as error:  # told to the owner by `finished`
+            self._fault = error
+
+
+def set_up_cuda(
+    link: WorkerLink,
+    function: ExpertFunction,
+    views: ActivationViews,
+    memory: mmap.mmap,
+    device: torch.device,
+) -> tuple[CudaSlots, DeviceRows, InProcessCopier | None]:
+    """Slots, rows and, where IPC is missing, a copier on a CUDA device. `memory` is the activation
+    segment that `views` look at.
+
+    Raises:
+        UserError: no room for the slots, or no CUDA runtime library.
+    """
+    index = device.index or 0
+    try:
+        runtime = CudaRuntime.load()
+    except CudaUnavailable as error:
+        raise UserError(f"CUDA cannot be used: {error}.") from None
+    runtime.set_device(index)
+    activations = torch.frombuffer(memory, dtype=torch.uint8)
+    size_bytes = activations.numel()
+    register(runtime, activations.data_ptr(), size_bytes, size_bytes, "the activation segment")
+    slots = CudaSlots(runtime, link.setup.num_slots, function, index)
+    rows = DeviceRows(views, function, slots, device, CudaStream(device))
+    if slots.arena.kind != "in_process":
+        return slots, rows, None
+    fd, _ = link.segment(WEIGHTS)
+    store = StoreView(fd, writable=True)  # pinning may need write access; nothing is written
+    layout = store.layout
+    source = torch.frombuffer(store.memory, dtype=torch.uint8).data_ptr()
+    link.progress(1, 2, "pinning the expert store")
+    register(
+        runtime,
+        source + layout.blocks_offset_bytes,
+        layout.total_bytes - layout.blocks_offset_bytes,
+        layout.block_bytes,
+        "the expert store",
+    )
+    copier = InProcessCopier(runtime, index, layout, source, slots.base, link.setup.num_slots)
+    return slots, rows, copier
+
+
+def register(
+    runtime: ArenaRuntime, address: int, num_bytes: int, unit_bytes: int, what: str
+) -> int:
+    """Pin memory of this process, piece by piece; returns the bytes that are pinned.
+
+    Pieces are whole numbers of `unit_bytes`: a copy must not cross the border of two.
+
+    Memory that cannot be pinned (WSL2 sets a limit) still works, slower: said once, not an error.
+    """
+    pinned_bytes = 0
+    while pinned_bytes < num_bytes:
+        piece_bytes = max(1, _MAX_REGISTER_BYTES // unit_bytes) * unit_bytes
+        piece_bytes = min(piece_bytes, num_bytes - pinned_bytes)
+        try:
+            runtime.host_register(address + pinned_bytes, piece_bytes)
+        except CudaError as error:
+            log.warning(
+                "only %d of %d bytes of %s are pinned, copies of the rest are slower: %s",
+                pinned_bytes,
+                num_bytes,
+                what,
+                error,
+            )
+            break
+        pinned_bytes += piece_bytes
+    return pinned_bytes

@@ -1,0 +1,202 @@
+"""The dense half of a Mixture-of-Experts model: everything but the routed experts.
+
+transformers builds the model and runs attention, norms, routers and shared experts. Two things are
+taken from it: the weights of the routed experts, and the work that they do.
+
+- A subclass of the checkpoint's own class (same name and module, so that transformers finds its
+  conversion rules) deletes the parameters of every experts module right after construction, which
+  happens on the meta device. The loader reads only tensors that the model has a place for, so
+  expert weights are neither allocated nor read.
+- transformers hands every experts module's work to a function registered by name
+  (ExpertsInterface). Ours passes it to the layer exchange, with the layer's number: the n-th experts
+  module in module order is MoE layer n, the same count that the expert store uses.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from transformers import AutoConfig, DynamicCache, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from protocol.errors import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+log = logging.getLogger("headrace.gpu_worker")
+
+EXPERTS_FUNCTION = "headrace"
+
+
+class LayerExchange(Protocol):
+    """Whoever gets the routed experts of one MoE layer computed."""
+
+    def __call__(
+        self, layer: int, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden [n, H], choices [n, K] and weights [n, K] of the router -> [n, H], same dtype."""
+
+
+class DenseModel:
+    """A causal language model whose routed experts live elsewhere."""
+
+    def __init__(self, model: PreTrainedModel, experts: list[torch.nn.Module]) -> None:
+        self._model = model
+        self._experts = experts
+        self.num_moe_layers = len(experts)
+        self.device = model.device
+        parameters = inspect.signature(model.forward).parameters
+        self._arguments: dict[str, Any] = {"use_cache": True}
+        if "logits_to_keep" in parameters:
+            self._arguments["logits_to_keep"] = 1
+        # The name changed within the range of transformers versions that we accept.
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._model.get_output_embeddings().weight.shape[0])
+
+    def parameter_names(self) -> list[str]:
+        """Names of all weights that are loaded here."""
+        return [name for name, _ in self._model.named_parameters()]
+
+    def connect(self, exchange: LayerExchange) -> None:
+        """From now on the experts of every layer are computed by `exchange`."""
+        for layer, module in enumerate(self._experts):
+            module.headrace_layer = layer
+            module.headrace_exchange = exchange
+
+    def warm_up(self) -> None:
+        """One token through the whole model, with experts that answer zero: what cannot run fails
+        here, before anybody waits for a token, and first uses are paid for.
+
+        Raises:
+            UserError: the model does not hand out its layers as this worker needs them.
+        """
+        layers: list[int] = []
+
+        def answer_zero(layer, hidden, choices, weights):
+            is_flat = hidden.dim() == 2 and choices.shape == weights.shape
+            layers.append(layer if is_flat else -1)
+            return torch.zeros_like(hidden)
+
+        self.connect(answer_zero)
+        self.forward([0], self.new_cache())
+        if layers != list(range(self.num_moe_layers)):
+            raise UserError(
+                f"The experts of {self._model.config.model_type!r} run in another way than one "
+                "[rows, hidden] call per MoE layer; choose another model."
+            )
+
+    def new_cache(self) -> DynamicCache:
+        """An empty KV cache that fits the model's kinds of layers."""
+        return DynamicCache(config=self._model.config)
+
+    def forward(self, tokens: list[int], cache: DynamicCache) -> torch.Tensor:
+        """Run `tokens` after the positions that `cache` holds and add them to it.
+
+        Returns:
+            The last token's logits, [vocab], on the model's device, in the model's dtype.
+        """
+        input_ids = torch.tensor([tokens], dtype=torch.int64, device=self.device)
+        arguments = {**self._arguments, self._cache_argument: cache}
+        return self._model(input_ids, **arguments).logits[0, -1]
+
+
+def load_dense_model(directory: Path, dtype: torch.dtype, device: torch.device) -> DenseModel:
+    """Load the dense half of the checkpoint in `directory`, local files only.
+
+    Raises:
+        UserError: no MoE model that transformers can run, or weights missing, misshapen or NaN.
+    """
+    _quiet_transformers()
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            f"{directory}: transformers has no causal language model for {config.model_type!r}; "
+            "choose another model."
+        )
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False  # a training loss; it would cost every layer
+    base = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    try:
+        model, info = _without_experts(base).from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation="sdpa" if base._supports_sdpa else "eager",
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (RuntimeError, ValueError) as error:
+        first_line = str(error).strip().split("\n", 1)[0]
+        raise UserError(
+            f"{directory}: the dense weights do not load: {first_line}; download the model again."
+        ) from error
+    _check(directory, model, info)
+    experts = list(_experts_modules(model))
+    if not experts:
+        raise UserError(
+            f"{directory}: {config.model_type!r} has no routed experts that transformers hands "
+            "out; choose a Mixture-of-Experts model."
+        )
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS_FUNCTION, _run_experts)
+    model.set_experts_implementation(EXPERTS_FUNCTION)
+    return DenseModel(model.to(device).eval().requires_grad_(False), experts)
+
+
+def _run_experts(
+    module: Any, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    return module.headrace_exchange(module.headrace_layer, hidden, choices, weights)
+
+
+def _experts_modules(model: torch.nn.Module):
+    """The experts modules in the order of their layers: those that ExpertsInterface serves."""
+    return (module for module in model.modules() if hasattr(module, "is_concatenated"))
+
+
+def _without_experts(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A subclass of `base` that has no parameters in its experts modules."""
+
+    def __init__(self, config, *args, **kwargs):
+        base.__init__(self, config, *args, **kwargs)
+        for module in _experts_modules(self):
+            for name in list(module._parameters):
+                del module._parameters[name]
+            module._is_hf_initialized = True  # nothing in it to fill with random numbers
+
+    namespace = {"__init__": __init__, "__module__": base.__module__, "__doc__": base.__doc__}
+    return type(base.__name__, (base,), namespace)
+
+
+def _check(directory: Path, model: PreTrainedModel, info: Any) -> None:
+    """Raises UserError when a dense weight is missing (it would be random) or NaN."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UserError(
+            f"{directory}: {len(missing)} dense weights are missing, among them {missing[0]}; "
+            "download the model again."
+        )
+    unexpected = sorted(name for name in info["unexpected_keys"] if "expert" not in name)
+    if unexpected:
+        log.info(
+            "%d tensors of the checkpoint are not used, such as %s", len(unexpected), unexpected[0]
+        )
+    for name, weight in model.named_parameters():
+        # NaN wins every maximum: one pass, no temporary.
+        if weight.numel() and weight.is_floating_point() and bool(weight.amax().isnan()):
+            raise UserError(f"{directory}: the weight {name} holds NaN; download the model again.")
+
+
+def _quiet_transformers() -> None:
+    """This process reports its own progress; the library's bars and hints would mix into it."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()

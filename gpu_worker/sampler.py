@@ -1,0 +1,107 @@
+"""Which token comes next, as a pure function of logits, parameters, seed and position.
+
+Greedy is the arg max. Otherwise the logits pass temperature, top-k, top-p and min-p, in that order
+and with the meaning that transformers' logits processors give them; then one token is drawn by
+inverting the cumulative distribution at a number u in [0, 1).
+
+u comes from (seed, position) alone, through a counter-based generator, not from a stream that
+earlier tokens have advanced: a sequence that is rebuilt after a crash, or whose steps are replayed,
+draws the very numbers it would have drawn. Everything runs in float32 on the CPU, and the
+distribution is summed up in float64 in the order of the token ids, so that the device on which the
+logits were computed has no say beyond the logits themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from protocol.messages import SamplingParams
+
+#: Below this temperature the distribution is a single spike; dividing by it would only overflow.
+MIN_TEMPERATURE = 1e-5
+
+_MASK_64 = (1 << 64) - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+class LogitsError(ArithmeticError):
+    """The logits name no token: one of them is NaN, or none of them is finite."""
+
+
+def sample(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
+    """The next token.
+
+    Args:
+        logits: [vocab], any float dtype, any device.
+        params: how to choose; values outside their range act as the nearest one inside it.
+        position: of the token to be drawn, counted from the sequence's first token.
+
+    Raises:
+        LogitsError: the logits name no token.
+    """
+    scores = logits.to("cpu", torch.float32)
+    if not math.isfinite(float(scores.max())):  # NaN wins every maximum
+        raise LogitsError("the logits hold NaN or infinity; the weights or the prompt overflow")
+    if not params.temperature >= MIN_TEMPERATURE:
+        return int(scores.argmax())
+    weights = filter_logits(scores, params).softmax(dim=-1)
+    cumulative = weights.double().cumsum(dim=-1)
+    target = uniform(params.seed, position) * float(cumulative[-1])
+    token = int(torch.searchsorted(cumulative, target, right=True))
+    if token >= len(weights):  # target was rounded up to the total
+        token = int(weights.nonzero()[-1])
+    return token
+
+
+def filter_logits(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """float32 [vocab] -> the same with temperature applied and what may not be drawn at -inf.
+
+    Formulas: transformers' TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper and
+    MinPLogitsWarper, in the order in which its `generate` applies them. One token always stays.
+    """
+    scores = scores / params.temperature
+    if params.top_k > 0:
+        kth_best = scores.topk(min(params.top_k, len(scores))).values[-1]
+        scores = scores.masked_fill(scores < kth_best, -math.inf)
+    if params.top_p < 1.0:
+        ascending, order = scores.sort()
+        is_tail = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - params.top_p
+        is_tail[-1] = False
+        scores = scores.masked_fill(
+            torch.empty_like(is_tail).scatter_(0, order, is_tail), -math.inf
+        )
+    if params.min_p > 0.0:
+        weights = scores.softmax(dim=-1)
+        best = weights.argmax()
+        is_tail = weights < params.min_p * weights[best]
+        is_tail[best] = False
+        scores = scores.masked_fill(is_tail, -math.inf)
+    return scores
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) for one token: 53 bits of SplitMix64's output function.
+
+    The counter `position` steps through the stream that `seed` (mixed once, so that neighbouring
+    seeds share nothing) begins. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number
+    generators", OOPSLA 2014, and the variant 13 constants that its reference code uses.
+    """
+    start = _mix(seed & _MASK_64)
+    return (_mix((start + (position + 1) * _GOLDEN_GAMMA) & _MASK_64) >> 11) * 2.0**-53
+
+
+def digest(logits: torch.Tensor) -> str:
+    """16 hex digits that tell two float32 [vocab] tensors apart, bit for bit (blake2b, 8 bytes)."""
+    values = logits.to("cpu", torch.float32).contiguous()
+    return hashlib.blake2b(values.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return value ^ (value >> 31)

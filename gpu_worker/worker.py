@@ -1,0 +1,237 @@
+"""The gpu_worker's life between Welcome and Shutdown: load, say Ready, follow commands.
+
+One method per command and no `if` about policy: what is resident, what is copied and who computes
+what is decided by the orchestrator. A step that goes wrong ends this process: its caches can no
+longer be trusted, and the orchestrator rebuilds the sequences in the worker that follows.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from expert_kernels.reference import TORCH_DTYPE, ExpertFunction
+from expert_kernels.step_rows import ActivationViews
+from expert_store.layout import HEADER_BYTES, decode_header
+from gpu_worker.exchange import Exchange
+from gpu_worker.model import load_dense_model
+from gpu_worker.rows import HostRows
+from gpu_worker.sampler import LogitsError, digest, sample
+from gpu_worker.sequences import Sequences
+from gpu_worker.slots import SharedSlots
+from protocol.errors import ProtocolError, UserError
+from protocol.messages import Copied, Copy, DropSequence, StartStep, StepDone
+from protocol.step_segment import ACTIVATIONS, WEIGHTS
+
+if TYPE_CHECKING:
+    from expert_store.layout import StoreLayout
+    from gpu_worker.cuda_slots import InProcessCopier
+    from gpu_worker.model import DenseModel
+    from gpu_worker.rows import Rows
+    from gpu_worker.slots import ExpertSlots
+    from protocol.messages import SequenceId, WorkerCommand
+    from protocol.worker_life import WorkerLink
+
+log = logging.getLogger("headrace.gpu_worker")
+
+#: While copies of our own are under way, look for their end without sleeping for this long, then
+#: every millisecond: an expert takes 0.1 to 1 ms over the link.
+_SPIN_S = 0.005
+_NAP_S = 0.001
+
+
+class GpuWorker:
+    """Follows commands. `copier` is set only where this process must fill its own slots."""
+
+    def __init__(
+        self,
+        link: WorkerLink,
+        model: DenseModel,
+        rows: Rows,
+        slots: ExpertSlots,
+        layout: StoreLayout,
+        copier: InProcessCopier | None = None,
+    ) -> None:
+        self._link = link
+        self._model = model
+        self._slots = slots
+        self._copier = copier
+        self._sequences = Sequences(model.new_cache, link.setup.max_sequence_tokens)
+        self._exchange = Exchange(
+            link, rows, layout.top_k, slots.arena.num_slots, self._receive, self._other
+        )
+        self._running: SequenceId | None = None
+        self._is_running_dropped = False
+        #: Commands for another incarnation, or for another role.
+        self.num_dropped = 0
+        model.connect(self._exchange)
+
+    def serve(self) -> None:
+        """Follow commands until the orchestrator is gone or tells us to leave (OrchestratorGone).
+
+        Raises:
+            ProtocolError: a command that cannot be followed.
+            LogitsError: a step whose logits name no token.
+        """
+        while True:
+            command = self._receive()
+            if isinstance(command, StartStep):
+                self._start_step(command)
+            else:
+                self._other(command)
+
+    def _start_step(self, command: StartStep) -> None:
+        tokens, setup = command.tokens, self._link.setup
+        if not 1 <= len(tokens) <= setup.max_rows:
+            raise ProtocolError(
+                f"step {command.step} has {len(tokens)} tokens, 1 to {setup.max_rows} are allowed"
+            )
+        if min(tokens) < 0 or max(tokens) >= self._model.vocab_size:
+            raise ProtocolError(
+                f"step {command.step} has a token outside the vocabulary of "
+                f"{self._model.vocab_size}"
+            )
+        cache = self._sequences.begin_step(command.sequence, command.start, len(tokens))
+        self._running = command.sequence
+        self._exchange.begin_step(command.step)
+        logits = self._model.forward(tokens, cache)
+        self._sequences.end_step(command.sequence, len(tokens))
+        token, logits_digest = None, ""
+        if command.sampling is not None:
+            try:
+                token = sample(logits, command.sampling, command.start + len(tokens))
+            except LogitsError as error:
+                raise LogitsError(f"step {command.step}: {error}") from None
+            if setup.digest_logits:
+                logits_digest = digest(logits)
+        self._link.send(
+            StepDone(
+                self._link.epoch,
+                command.step,
+                token,
+                logits_digest,
+                self._exchange.joined_ns,
+                time.monotonic_ns(),
+            )
+        )
+        self._running = None
+        if self._is_running_dropped:
+            self._sequences.drop(command.sequence)
+            self._is_running_dropped = False
+
+    def _other(self, command: WorkerCommand) -> None:
+        """Commands that may come at any time, within a step too."""
+        if isinstance(command, DropSequence):
+            if command.sequence == self._running:
+                self._is_running_dropped = True  # its layers are at work on the cache
+            else:
+                self._sequences.drop(command.sequence)
+        elif isinstance(command, Copy) and self._copier is not None:
+            self._copier.submit(command)
+        else:
+            self.num_dropped += 1
+
+    def _receive(self) -> WorkerCommand:
+        """The next command of this epoch; reports finished copies of our own while it waits."""
+        while True:
+            if self._copier is None:
+                command = self._link.receive()
+            else:
+                command = self._receive_while_copying(self._copier)
+            if command is None:
+                continue
+            if command.epoch == self._link.epoch:
+                return command
+            self.num_dropped += 1
+
+    def _receive_while_copying(self, copier: InProcessCopier) -> WorkerCommand | None:
+        spin_until_s = time.monotonic() + _SPIN_S
+        while True:
+            for done in copier.finished():
+                self._link.send(
+                    Copied(
+                        self._link.epoch, done.copy, done.started_ns, done.ended_ns, done.num_bytes
+                    )
+                )
+            if not copier.num_pending:
+                return self._link.receive()
+            is_spinning = time.monotonic() < spin_until_s
+            command = self._link.receive(0.0 if is_spinning else _NAP_S)
+            if command is not None:
+                return command
+            os.sched_yield()
+
+
+def serve(link: WorkerLink, device_choice: str = "auto") -> None:
+    """Set up, say Ready, follow commands. `device_choice` "auto" takes the orchestrator's word.
+
+    Raises:
+        UserError: what was asked for cannot be set up here.
+        OrchestratorGone: the end of every orderly life.
+    """
+    setup = link.setup
+    device = resolve_device(setup.device if device_choice == "auto" else device_choice)
+    fd, _ = link.segment(WEIGHTS)
+    layout = decode_header(os.pread(fd, HEADER_BYTES, 0))
+    if layout.dtype != setup.dtype:
+        raise UserError(
+            f"The expert store is in {layout.dtype}, the orchestrator asks for {setup.dtype}; "
+            "run all processes from the same release."
+        )
+    link.progress(0, 2, "loading dense weights")
+    model = load_dense_model(Path(setup.model_dir), TORCH_DTYPE[layout.dtype], device)
+    if model.num_moe_layers != layout.num_layers:
+        raise UserError(
+            f"{setup.model_dir} has {model.num_moe_layers} MoE layers, the expert store "
+            f"{layout.num_layers}; start the orchestrator anew with this model."
+        )
+    link.progress(1, 2, "setting up expert slots")
+    function = ExpertFunction(layout)
+    memory, grant = link.map_segment(ACTIVATIONS, is_writable=True)
+    views = ActivationViews(memory, grant)
+    rows: Rows
+    slots: ExpertSlots
+    copier = None
+    if device.type == "cpu":
+        slots = SharedSlots(link, function)
+        rows = HostRows(views, function, slots)
+    else:
+        # Only a machine with a device pays for the import.
+        from gpu_worker.cuda_slots import set_up_cuda
+
+        slots, rows, copier = set_up_cuda(link, function, views, memory, device)
+    try:
+        with torch.inference_mode():
+            model.warm_up()
+            worker = GpuWorker(link, model, rows, slots, layout, copier)
+            gc.collect()
+            gc.freeze()  # what was loaded stays: no collection needs to look at it again
+            link.ready(arena=slots.arena)
+            worker.serve()
+    finally:
+        if copier is not None:
+            copier.close()
+        slots.close()
+
+
+def resolve_device(name: str) -> torch.device:
+    """ "auto", "cpu" or "cuda" -> a device that is there.
+
+    Raises:
+        UserError: it is not, or the name is none of these.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "cuda":
+        raise UserError(f"The device {name!r} is not known; use cpu or cuda.")
+    if not torch.cuda.is_available():
+        raise UserError("torch sees no CUDA device in this machine; use --device cpu.")
+    return torch.device("cuda", torch.cuda.current_device())

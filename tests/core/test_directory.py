@@ -117,6 +117,18 @@ def test_a_pin_taken_while_filling_protects_after_the_commit() -> None:
     directory.check()
 
 
+def test_a_pin_taken_and_let_go_while_filling_leaves_no_trace() -> None:
+    directory = new_directory(2)
+    reservation = directory.reserve((0, 0))
+    assert reservation is not None
+    directory.pin(reservation.slot)
+    directory.unpin(reservation.slot)
+    directory.check()
+    assert directory.num_reservable == 1  # the other slot: this one still waits for its bytes
+    assert directory.abort(reservation.slot, reservation.generation)
+    assert directory.num_reservable == 2
+
+
 def test_recency_is_the_order_of_demand_not_of_landing() -> None:
     directory = new_directory(3)
     reservations = [directory.reserve((0, expert)) for expert in range(3)]

@@ -113,7 +113,7 @@ def test_division_refuses(rates: list[float], rows: list[int] | None, sentence: 
         divide_among(["a", "b"], rates, rows)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     rows=st.lists(st.integers(1, 50), min_size=1, max_size=7),
     rates=st.lists(st.floats(0.5, 20), min_size=1, max_size=3),

@@ -1,1 +1,1 @@
-"""The orchestrator process: decides what runs where, and speaks to everyone; never touches a weight."""
+"""The orchestrator process: decides what runs where, and talks to everyone; touches no weight."""

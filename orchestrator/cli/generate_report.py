@@ -1,0 +1,155 @@
+"""What `headrace generate` shows beside the text: waiting, the closing table, the JSON object."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from protocol.messages import Finished, RequestStats
+
+#: What each stage is, for people; docs/latency-log.md says it at length.
+STAGE_TEXTS = {
+    "dense": "norm, attention, router",
+    "plan": "routing told, split decided",
+    "gpu_hits": "resident experts",
+    "dma": "fills over the link",
+    "gpu_fills": "filled experts",
+    "cpu": "misses on the CPU",
+    "join": "hand-over and sum",
+    "layer": "routed to joined",
+    "sample": "head and sampler",
+    "step": "whole step",
+}
+
+
+def spinner(text: str, *, is_shown: bool) -> contextlib.AbstractContextManager[object]:
+    """A sign of life on a terminal."""
+    console = Console(stderr=True)
+    if not is_shown or not console.is_terminal:
+        return contextlib.nullcontext()
+    return console.status(text)
+
+
+def say_waiting(missing_roles: Iterable[str]) -> None:
+    """Which workers a person still has to start."""
+    commands = ", ".join(f"`headrace {role.replace('_', '-')}`" for role in missing_roles)
+    if commands:
+        print(f"headrace: waiting for {commands}", file=sys.stderr, flush=True)
+
+
+def show_prompt(prompt: str) -> None:
+    """On a terminal the continuation follows its prompt; a file gets the continuation alone."""
+    if sys.stdout.isatty() and sys.stderr.isatty():
+        Console(stderr=True, highlight=False, markup=False).print(prompt, style="bold", end="")
+
+
+def as_json(finished: Finished, token_ids: list[int], *, has_digest: bool) -> str:
+    """The one object of --json."""
+    stats = finished.stats
+    result: dict[str, object] = {
+        "text": finished.text,
+        "token_ids": token_ids,
+        "finish_reason": finished.reason,
+        "prompt_tokens": stats.prompt_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "tokens_per_s": stats.tokens_per_s,
+        "ttft_s": stats.ttft_s,
+        "elapsed_s": stats.elapsed_s,
+        "layer_steps": stats.layer_steps,
+        "hits": stats.hits,
+        "fills": stats.fills,
+        "cpu_experts": stats.cpu_experts,
+        "evictions": stats.evictions,
+        "fill_bytes": stats.fill_bytes,
+        "cpu_bytes": stats.cpu_bytes,
+        "fill_busy_s": stats.fill_busy_s,
+        "cpu_busy_s": stats.cpu_busy_s,
+        "worker_restarts": stats.worker_restarts,
+        "slots": stats.slots,
+        "total_experts": stats.total_experts,
+        "stages": stats.stages,
+    }
+    if has_digest:
+        result["logits_digest"] = stats.logits_digest
+    return msgspec.json.encode(result).decode()
+
+
+def print_table(finished: Finished) -> None:
+    """The closing tables, on stderr."""
+    stats = finished.stats
+    console = Console(stderr=True, highlight=False)
+    console.print()
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    table.add_column()
+    for name, text in _facts(stats):
+        table.add_row(name, text)
+    console.print(table)
+    if not stats.stages:
+        return
+    console.print()
+    stages = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    stages.add_column("stage")
+    for name in ("p50", "p95", "share"):
+        stages.add_column(name, justify="right")
+    stages.add_column("what it is", style="dim")
+    for stage in STAGE_TEXTS:
+        times = stats.stages.get(stage)
+        if times is not None:
+            stages.add_row(
+                stage,
+                format_us(times.p50_us),
+                format_us(times.p95_us),
+                f"{100 * times.share:.0f} %",
+                STAGE_TEXTS[stage],
+            )
+    console.print(stages)
+    console.print("The branches gpu, dma and cpu run side by side.", style="dim")
+
+
+def _facts(stats: RequestStats) -> Iterable[tuple[str, str]]:
+    demanded = stats.hits + stats.fills + stats.cpu_experts
+    misses = stats.fills + stats.cpu_experts
+
+    def share(part: int) -> str:
+        return f"{part} ({100 * part / demanded:.1f} %)" if demanded else str(part)
+
+    yield "tokens/s", f"{stats.tokens_per_s:.1f}"
+    yield "tokens", f"{stats.generated_tokens} after a prompt of {stats.prompt_tokens}"
+    yield "first token", f"after {1e3 * stats.ttft_s:.0f} ms"
+    yield "slots", f"{stats.slots} of {stats.total_experts} experts"
+    yield "hits", share(stats.hits)
+    yield "fills", share(stats.fills)
+    yield "on the CPU", share(stats.cpu_experts)
+    if stats.layer_steps:
+        yield (
+            "q, fills per layer",
+            f"{stats.fills / stats.layer_steps:.2f} of {misses / stats.layer_steps:.2f} misses",
+        )
+    yield "evictions", str(stats.evictions)
+    yield "link", _branch(stats.fill_bytes, stats.fill_busy_s)
+    yield "CPU", _branch(stats.cpu_bytes, stats.cpu_busy_s)
+    if stats.worker_restarts:
+        yield "workers restarted", str(stats.worker_restarts)
+
+
+def _branch(num_bytes: int, busy_s: float) -> str:
+    rate = f", {num_bytes / busy_s / 1e9:.2f} GB/s while busy" if busy_s > 0 else ""
+    return f"{num_bytes / 1e6:.1f} MB{rate}"
+
+
+def format_us(value_us: float) -> str:
+    """A duration with about three digits."""
+    if value_us >= 1e5:
+        return f"{value_us / 1e3:.0f} ms"
+    if value_us >= 1e4:
+        return f"{value_us / 1e3:.1f} ms"
+    return f"{value_us:.0f} us"

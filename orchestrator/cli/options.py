@@ -1,0 +1,178 @@
+"""Flags that several commands share: same names, same meaning, same defaults everywhere.
+
+Defaults are None where a command must know whether a flag was given. Nothing here imports more than
+argparse, so that `headrace --help` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from protocol.worker_flags import LOG_LEVELS, number
+
+if TYPE_CHECKING:
+    from orchestrator.settings import PipelineSettings
+
+DEVICES = ("cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_positive = number(float, 1e-9, "GB/s")
+
+
+def fill_mode(text: str) -> str:
+    """An argparse type for --fill."""
+    is_count = text.isascii() and text.isdigit() and len(text) <= 9
+    if text not in ("auto", "all", "none") and not is_count:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not auto, all, none or a whole number of experts"
+        )
+    return text
+
+
+def add_run_dir(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help=f"directory in which the pipeline's processes meet (default: {default})",
+    )
+
+
+def add_log_level(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log-level",
+        choices=LOG_LEVELS,
+        help="least level of the lines written to stderr (default: warning)",
+    )
+
+
+def add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        required=required,
+        help="Hugging Face checkpoint directory of a Mixture-of-Experts model",
+    )
+
+
+def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
+    """What decides how a pipeline runs, from its start to its end."""
+    group = parser.add_argument_group("the pipeline")
+    group.add_argument(
+        "--slots",
+        metavar="N|P%",
+        help="expert slots on the device, as a number or as a share of all experts (default: 25%%)",
+    )
+    group.add_argument(
+        "--device",
+        choices=DEVICES,
+        help="where the slots lie and the dense part runs (default: cpu)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="type of the weights; auto: the checkpoint's (default: auto)",
+    )
+    group.add_argument(
+        "--fill",
+        type=fill_mode,
+        metavar="auto|all|none|Q",
+        help="how many misses of a layer are filled into slots: by the measured balance, every "
+        "one, none, or at most Q; the CPU runs the others (default: auto)",
+    )
+    group.add_argument(
+        "--policy", metavar="NAME", help="which expert leaves when a slot is needed (default: lru)"
+    )
+    group.add_argument(
+        "--host-gbps",
+        type=_positive,
+        metavar="X",
+        help="state B_H, the rate of the CPU kernel in GB/s, instead of measuring it",
+    )
+    group.add_argument(
+        "--link-gbps",
+        type=_positive,
+        metavar="Y",
+        help="state B_P, the rate of fills in GB/s, instead of measuring it",
+    )
+    group.add_argument(
+        "--emulate-link-gbps",
+        type=_positive,
+        metavar="Z",
+        help="pace fills to Z GB/s, as a link of that rate would (default: as fast as it goes)",
+    )
+    group.add_argument(
+        "--cpu-workers",
+        type=number(int, 0, "workers"),
+        metavar="N",
+        help="cpu_workers to start; with 0 every miss is filled (default: 1)",
+    )
+    group.add_argument(
+        "--max-context",
+        type=number(int, 1, "tokens"),
+        metavar="N",
+        help="longest sequence, prompt included (default: the model's own limit)",
+    )
+    group.add_argument(
+        "--latency-log",
+        type=Path,
+        metavar="FILE",
+        help="write one JSON line per layer-step; read it with `headrace latency FILE`",
+    )
+    group.add_argument(
+        "--worker-timeout",
+        type=number(float, 0.1, "seconds"),
+        metavar="S",
+        help="a worker that owes an answer for so long is killed (default: 60)",
+    )
+    group.add_argument(
+        "--digest-logits",
+        action="store_true",
+        default=None,
+        help="hash the logits of every sampled token (for comparing runs)",
+    )
+
+
+#: Flag of add_pipeline_flags -> field of PipelineSettings.
+_FIELDS = {
+    "slots": "slots",
+    "device": "device",
+    "dtype": "dtype",
+    "fill": "fill",
+    "policy": "policy",
+    "host_gbps": "host_gbps",
+    "link_gbps": "link_gbps",
+    "emulate_link_gbps": "emulate_link_gbps",
+    "cpu_workers": "num_cpu_workers",
+    "max_context": "max_context",
+    "latency_log": "latency_log",
+    "worker_timeout": "worker_timeout_s",
+    "digest_logits": "digest_logits",
+}
+
+
+def given_pipeline_flags(options: argparse.Namespace) -> dict[str, Any]:
+    """The pipeline flags that were given: name as typed (without dashes) -> value."""
+    values = {name: getattr(options, name) for name in _FIELDS}
+    return {name.replace("_", "-"): value for name, value in values.items() if value is not None}
+
+
+def pipeline_arguments(options: argparse.Namespace) -> list[str]:
+    """The given flags again, as arguments for another headrace process."""
+    arguments = []
+    for name, value in given_pipeline_flags(options).items():
+        arguments.append(f"--{name}")
+        if value is not True:
+            arguments.append(str(value))
+    return arguments
+
+
+def settings_from(options: argparse.Namespace, run_dir: Path, **more: Any) -> PipelineSettings:
+    """Settings of the orchestrator from parsed flags."""
+    from orchestrator.settings import PipelineSettings
+
+    values = {field: getattr(options, name) for name, field in _FIELDS.items()}
+    given = {field: value for field, value in values.items() if value is not None}
+    return PipelineSettings(model_dir=options.model, run_dir=run_dir, **given, **more)

@@ -1,0 +1,474 @@
+"""The orchestrator process: everything that acts, around the core that decides.
+
+    run directory -> sockets -> load the store -> slots, segments -> workers join -> serve -> end
+
+While serving there is one path: a message arrives, the hub says whether it may count, the core
+answers with commands, and they are carried out. All of it runs in one loop without a lock or an
+await in between, so events reach the core one by one.
+
+Ends: a signal, the parent's end, a worker that cannot run, or a fault of ours. Each sets the same
+future; then clients get their last message, workers are asked to leave, and nothing stays behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from expert_store.memory import memory_room
+from orchestrator.core.core import Core
+from orchestrator.core.events import (
+    CoreConfig,
+    CoreEvent,
+    Planned,
+    RequestDone,
+    Stalled,
+    TokenOut,
+    Withdraw,
+    WorkerFault,
+)
+from orchestrator.hub import Hub, Worker
+from orchestrator.latency_log import (
+    LOG_VERSION,
+    LatencyFold,
+    LogFile,
+    LogHeader,
+    WorkerRecord,
+)
+from orchestrator.lifelines import Lifelines
+from orchestrator.load_progress import LoadProgress
+from orchestrator.loading import LoaderFault, load_store
+from orchestrator.requests import RequestBook
+from orchestrator.settings import PipelineSettings, count_slots
+from orchestrator.supervisor import Supervisor
+from orchestrator.text_model import TextModel
+from protocol.channel import RouterChannel
+from protocol.codec import to_orchestrator
+from protocol.errors import EXIT_FAULT, EXIT_OK, UserError
+from protocol.lifeline import SegmentGrant
+from protocol.messages import (
+    Cancel,
+    ClientRequest,
+    Generate,
+    GetStatus,
+    Rejected,
+    Role,
+    Status,
+    WorkerEvent,
+    WorkerSetup,
+)
+from protocol.run_dir import LockedRunDir
+from protocol.step_segment import ARENA, WEIGHTS, activation_grant
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from expert_store.layout import StoreLayout
+
+log = logging.getLogger("headrace")
+
+ROLES: tuple[Role, ...] = ("gpu_worker", "dma_worker", "cpu_worker")
+_TICK_S = 1.0
+#: Slots and activations beside the store; what the processes themselves need is checked at loading.
+_SPARE_BYTES = 64 * 1024 * 1024
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How the pipeline ends: an exit code and, unless all is well, one sentence."""
+
+    exit_code: int = EXIT_OK
+    sentence: str = ""
+
+
+def run_orchestrator(settings: PipelineSettings) -> int:
+    """The whole life of the process. Returns its exit code.
+
+    Raises:
+        UserError: bad input or surroundings.
+    """
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        ending = runner.run(Engine(settings).run())
+    if ending.sentence:
+        print(f"headrace: {ending.sentence}", file=sys.stderr, flush=True)  # noqa: T201
+    return ending.exit_code
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ImportError:  # a platform without it; everything works, a little slower
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
+
+
+class Engine:
+    """One pipeline, from loading to its end."""
+
+    def __init__(self, settings: PipelineSettings) -> None:
+        self._settings = settings
+        self._loop: asyncio.AbstractEventLoop
+        self._ended: asyncio.Future[Ending]
+        self._core: Core | None = None
+        self._book: RequestBook
+        self._layout: StoreLayout
+        self._text_model: TextModel
+        self._num_slots = 0
+        self._channel: RouterChannel[WorkerEvent | ClientRequest]
+        self._lifelines: Lifelines
+        self._hub: Hub
+        self._supervisor: Supervisor | None = None
+        self._log_file: LogFile | None = None
+        self._fold = LatencyFold()
+        self._events: deque[CoreEvent] = deque()
+        self._is_handling = False
+        self._status_text = "starting"
+
+    async def run(self) -> Ending:
+        """Raises UserError for what a person can put right."""
+        self._loop = asyncio.get_running_loop()
+        self._ended = self._loop.create_future()
+        self._loop.set_exception_handler(self._on_loop_fault)
+        with contextlib.ExitStack() as stack:
+            run_dir = LockedRunDir(self._settings.run_dir)
+            stack.callback(run_dir.close)
+            self._watch_signals_and_parent(stack)
+            self._channel = RouterChannel(run_dir, to_orchestrator(), self._on_message)
+            stack.callback(self._channel.close)
+            self._lifelines = Lifelines(run_dir, self._loop, self._on_line_end)
+            stack.callback(self._lifelines.close)
+            self._hub = Hub(
+                self._lifelines,
+                self._channel.send,
+                self._channel.count_drop,
+                self._deliver,
+                self._setup_for,
+                self._on_worker_change,
+            )
+            self._channel.start(self._loop)
+            serving = asyncio.create_task(self._serve(run_dir, stack))
+            await asyncio.wait({serving, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done() and not self._ended.done():
+                ending = self._ending_of(serving)
+            else:
+                ending = self._ended.result()
+            serving.cancel()
+            with contextlib.suppress(asyncio.CancelledError, UserError, LoaderFault):
+                await serving
+            await self._shut_down(ending)
+        return ending
+
+    def _ending_of(self, serving: asyncio.Task[None]) -> Ending:
+        error = serving.exception()
+        if isinstance(error, UserError):
+            return Ending(error.exit_code, str(error))
+        if isinstance(error, LoaderFault):
+            return Ending(EXIT_FAULT, f"Loading failed: {error}.")
+        assert error is not None  # serving has no other end
+        raise error
+
+    # ---------------------------------------------------------------- start
+
+    async def _serve(self, run_dir: LockedRunDir, stack: contextlib.ExitStack) -> None:
+        settings = self._settings
+        self._text_model = TextModel.load(settings.model_dir, settings.max_context)
+        weights_fd = os.memfd_create("headrace-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        stack.callback(os.close, weights_fd)
+        with LoadProgress(settings.model_dir.resolve().name) as progress:
+
+            def on_progress(done_bytes: int, total_bytes: int, text: str) -> None:
+                self._status_text = f"loading: {done_bytes / 1e9:.2f} of {total_bytes / 1e9:.2f} GB"
+                progress.update(done_bytes, total_bytes, text)
+
+            layout = await load_store(
+                settings.model_dir,
+                settings.dtype,
+                weights_fd,
+                lambda report: on_progress(report.done_bytes, report.total_bytes, report.text),
+            )
+        self._layout = layout
+        self._num_slots = count_slots(settings.slots, layout.total_experts)
+        self._make_core()
+        segments, fds = self._make_segments(weights_fd, stack)
+        self._open_log(stack)
+        self._status_text = "waiting for workers"
+        gc.collect()
+        gc.freeze()  # what exists now lives as long as the process
+        self._lifelines.open(segments, fds)
+        if settings.is_supervising:
+            roles: list[Role] = ["gpu_worker", "dma_worker"]
+            roles += ["cpu_worker"] * settings.num_cpu_workers
+            self._supervisor = Supervisor(
+                roles, run_dir, settings.log_level, self._hub.last_words, self._fatal
+            )
+            self._supervisor.start()
+        else:
+            log.warning(
+                "the model is loaded; start `headrace gpu-worker`, `headrace dma-worker` and "
+                "`headrace cpu-worker` with --run-dir %s",
+                run_dir.path,
+            )
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._hub.condemn_hung(settings.worker_timeout_s)
+            if self._log_file is not None:
+                self._log_file.flush()
+
+    def _make_core(self) -> None:
+        settings, layout = self._settings, self._layout
+        config = CoreConfig(
+            num_layers=layout.num_layers,
+            top_k=layout.top_k,
+            expert_bytes=layout.expert_bytes,
+            num_slots=self._num_slots,
+            max_rows=settings.max_rows,
+            max_sequence_tokens=self._text_model.context,
+            fill_mode=settings.fill,
+            policy=settings.policy,
+            host_bytes_per_s=settings.host_bytes_per_s,
+            link_bytes_per_s=settings.link_bytes_per_s,
+            report_plans=True,
+        )
+        try:
+            self._core = Core(config)
+        except ValueError as error:
+            raise UserError(f"The pipeline cannot run this way: {error}.") from None
+        self._book = RequestBook(self._text_model, self._num_slots, layout.total_experts)
+
+    def _make_segments(
+        self, weights_fd: int, stack: contextlib.ExitStack
+    ) -> tuple[list[SegmentGrant], list[int]]:
+        layout = self._layout
+        activations = activation_grant(
+            self._settings.max_rows, layout.top_k, layout.form.hidden_size, layout.dtype
+        )
+        made = [activations]
+        if self._settings.device == "cpu":
+            made.append(SegmentGrant(ARENA, self._num_slots * layout.block_bytes))
+        needed_bytes = sum(segment.num_bytes for segment in made) + _SPARE_BYTES
+        room = memory_room()
+        if needed_bytes > room.available_bytes:
+            raise UserError(
+                f"{self._num_slots} slots and the activations need {needed_bytes / 1e9:.2f} GB "
+                f"beside the loaded model, and {room.limit_name} is "
+                f"{room.available_bytes / 1e9:.2f} GB; take fewer --slots or free memory."
+            )
+        fds = [weights_fd]
+        for segment in made:
+            fd = os.memfd_create(f"headrace-{segment.name}", os.MFD_CLOEXEC)
+            stack.callback(os.close, fd)
+            os.ftruncate(fd, segment.num_bytes)
+            fds.append(fd)
+        return [SegmentGrant(WEIGHTS, layout.total_bytes), *made], fds
+
+    def _open_log(self, stack: contextlib.ExitStack) -> None:
+        path = self._settings.latency_log
+        if path is None:
+            return
+        layout = self._layout
+        self._log_file = LogFile(path)
+        stack.callback(self._log_file.close)
+        self._fold = LatencyFold(self._log_file.write)
+        self._log_file.write(
+            LogHeader(
+                LOG_VERSION,
+                layout.model_name,
+                layout.dtype,
+                layout.num_layers,
+                layout.top_k,
+                layout.expert_bytes,
+                self._num_slots,
+                layout.total_experts,
+            )
+        )
+
+    def _setup_for(self, role: Role) -> WorkerSetup:
+        settings = self._settings
+        stated = {"cpu_worker": settings.host_gbps, "dma_worker": settings.link_gbps}
+        return WorkerSetup(
+            model_dir=str(settings.model_dir.resolve()),
+            dtype=self._layout.dtype,
+            device=settings.device,
+            num_slots=self._num_slots,
+            max_rows=settings.max_rows,
+            max_sequence_tokens=self._text_model.context,
+            emulate_link_bytes_per_s=settings.emulate_link_bytes_per_s,
+            is_rate_stated=stated.get(role) is not None,
+            digest_logits=settings.digest_logits,
+        )
+
+    # ---------------------------------------------------------------- the path while serving
+
+    def _on_message(self, identity: bytes, message: WorkerEvent | ClientRequest) -> None:
+        if isinstance(message, (Generate, Cancel, GetStatus)):
+            if self._hub.is_worker(identity):
+                self._channel.count_drop(f"{type(message).__name__} from a worker")
+            else:
+                self._on_client(identity, message)
+        else:
+            self._hub.handle(identity, message)
+
+    def _deliver(self, event: CoreEvent) -> None:
+        """Hand an event to the core and carry out what follows, one event at a time."""
+        self._events.append(event)
+        if self._is_handling:
+            return
+        self._is_handling = True
+        try:
+            while self._events:
+                self._handle(self._events.popleft())
+        except Exception:
+            log.exception("fault while handling %r", event)
+            self._end(Ending(EXIT_FAULT, "The orchestrator met a fault of its own; see above."))
+        finally:
+            self._is_handling = False
+
+    def _handle(self, event: CoreEvent) -> None:
+        assert self._core is not None  # nobody is welcomed before
+        self._fold.event(event)
+        try:
+            commands = self._core.handle(event)
+        except WorkerFault as fault:
+            self._hub.condemn(fault.epoch, f"broke the protocol ({fault})")
+            return
+        now_ns = time.monotonic_ns()
+        for command in commands:
+            self._fold.command(command, now_ns)
+            match command:
+                case Planned():
+                    if log.isEnabledFor(logging.DEBUG):
+                        log.debug(
+                            "step %d layer %d: %s",
+                            command.step, command.layer, command.split.reason(),
+                        )  # fmt: skip
+                case TokenOut():
+                    answer = self._book.token(command)
+                    if answer is not None and not self._channel.send(*answer):
+                        self._events.append(Withdraw(command.request))
+                case RequestDone():
+                    self._finish(command)
+                case Stalled():
+                    log.warning("%s", command.text)
+                    self._tell_clients(command.text)
+                case _:
+                    self._hub.command(command)
+
+    def _finish(self, done: RequestDone) -> None:
+        times = self._fold.end_request(done.request)
+        for answer in self._book.done(done, times, self._num_restarts()):
+            self._channel.send(*answer)
+        if self._log_file is not None:
+            self._log_file.flush()
+
+    # ---------------------------------------------------------------- clients
+
+    def _on_client(self, identity: bytes, message: ClientRequest) -> None:
+        match message:
+            case GetStatus():
+                self._channel.send(identity, self._status(self._status_text))
+            case Generate():
+                if self._core is None:
+                    answer = Rejected(message.request, "The model is still loading; try again.")
+                    self._channel.send(identity, answer)
+                    return
+                accepted = self._book.accept(identity, message, self._num_restarts())
+                if isinstance(accepted, Rejected):
+                    self._channel.send(identity, accepted)
+                    return
+                reply, submit = accepted
+                self._channel.send(identity, reply)
+                self._fold.begin_request(submit.request)
+                self._deliver(submit)
+            case Cancel():
+                request = self._book.find(identity, message.request)
+                if request is not None:
+                    self._deliver(Withdraw(request))
+
+    def _status(self, text: str) -> Status:
+        is_supervising = self._settings.is_supervising
+        wanted: dict[Role, int] = dict.fromkeys(ROLES, 1)
+        if is_supervising:
+            wanted["cpu_worker"] = self._settings.num_cpu_workers
+        missing: list[str] = [role for role in ROLES if self._hub.num_ready(role) < wanted[role]]
+        # By hand, a person may well want to do without one of the two branches.
+        has_branch = "dma_worker" not in missing or "cpu_worker" not in missing
+        is_ready = not missing if is_supervising else "gpu_worker" not in missing and has_branch
+        restarts: dict[Role, int] = self._supervisor.num_restarts if self._supervisor else {}
+        return Status(
+            is_ready,
+            text,
+            missing,
+            self._hub.statuses(restarts),
+            self._channel.num_dropped,
+        )
+
+    def _tell_clients(self, text: str) -> None:
+        status = self._status(text)
+        for client in self._book.clients():
+            self._channel.send(client, status)
+
+    def _num_restarts(self) -> int:
+        if self._supervisor is not None:
+            return self._supervisor.num_all_restarts
+        return self._hub.num_replaced
+
+    # ---------------------------------------------------------------- workers
+
+    def _on_line_end(self, token: str) -> None:
+        self._hub.line_ended(token)
+
+    def _on_worker_change(self, worker: Worker, change: str) -> None:
+        if change == "joined":
+            self._status_text = "serving"
+            if self._supervisor is not None:
+                self._supervisor.worker_is_ready(worker.line.pid)
+        if self._log_file is not None:
+            self._log_file.write(
+                WorkerRecord(
+                    worker.epoch, worker.role, worker.line.pid, change, time.monotonic_ns()
+                )
+            )
+
+    # ---------------------------------------------------------------- ends
+
+    def _watch_signals_and_parent(self, stack: contextlib.ExitStack) -> None:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(signum, self._end, Ending())
+            stack.callback(self._loop.remove_signal_handler, signum)
+        parent_fd = self._settings.parent_fd
+        if parent_fd is not None:
+            self._loop.add_reader(parent_fd, self._end, Ending())
+            stack.callback(self._loop.remove_reader, parent_fd)
+
+    def _fatal(self, sentence: str, exit_code: int) -> None:
+        self._end(Ending(exit_code, sentence))
+
+    def _on_loop_fault(self, loop: object, context: dict[str, Any]) -> None:
+        log.error("fault: %s", context.get("message"), exc_info=context.get("exception"))
+        self._end(Ending(EXIT_FAULT, "The orchestrator met a fault of its own; see above."))
+
+    def _end(self, ending: Ending) -> None:
+        if not self._ended.done():
+            self._ended.set_result(ending)
+
+    async def _shut_down(self, ending: Ending) -> None:
+        sentence = ending.sentence or "The orchestrator was told to stop."
+        if self._core is not None:
+            for answer in self._book.abandon(sentence, self._num_restarts()):
+                self._channel.send(*answer)
+        if self._supervisor is not None:
+            self._supervisor.announce_stop()
+        self._hub.say_goodbye("the orchestrator stops")
+        await asyncio.sleep(0.05)  # let the last messages leave
+        self._fold.close()
+        if self._supervisor is not None:
+            await self._supervisor.stop()

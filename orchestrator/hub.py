@@ -1,0 +1,332 @@
+"""Who is here: HELLO, epochs, who may say what, and who has stopped answering.
+
+    HELLO -> checked (version, life line, process, role free) -> Welcome with a new epoch
+    Progress ... Ready -> the core hears WorkerJoined
+    life line over     -> the core hears WorkerLost
+
+A peer is known by its ZeroMQ identity; every message must come from a welcomed identity, carry that
+peer's epoch and be one that its role may say. Anything else is dropped and counted. A worker that
+owes an answer and says nothing for too long is killed: its life line then ends like any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from orchestrator.core.events import CoreEvent, WorkerJoined, WorkerLost
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    AttachArena,
+    Capabilities,
+    Copied,
+    Copy,
+    DetachArena,
+    DropSequence,
+    Epoch,
+    Execute,
+    Executed,
+    Failed,
+    Hello,
+    Message,
+    Progress,
+    Ran,
+    Ready,
+    Refused,
+    Role,
+    Routed,
+    Run,
+    Shutdown,
+    StartStep,
+    StepDone,
+    Welcome,
+    WorkerEvent,
+    WorkerSetup,
+    WorkerStatus,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from orchestrator.lifelines import Lifelines, Line
+
+log = logging.getLogger("headrace")
+
+AddressedCommand = StartStep | Run | DropSequence | Copy | AttachArena | DetachArena | Execute
+
+_LIFE = (Progress, Ready, Failed)
+_MAY_SAY: dict[Role, tuple[type, ...]] = {
+    # Where the device's memory cannot be shared, the gpu_worker carries out copies itself.
+    "gpu_worker": (Routed, Ran, StepDone, Copied, *_LIFE),
+    "dma_worker": (Copied, *_LIFE),
+    "cpu_worker": (Executed, *_LIFE),
+}
+_MAX_LAST_WORDS = 16
+#: Roles of which one is all that a pipeline can use.
+_SINGLE: tuple[Role, ...] = ("gpu_worker", "dma_worker")
+
+
+class Worker:
+    """A welcomed worker. `owed` names answers that are due; hung is who owes and is silent."""
+
+    __slots__ = (
+        "bytes_per_s",
+        "capabilities",
+        "epoch",
+        "identity",
+        "is_condemned",
+        "is_ready",
+        "line",
+        "owed",
+        "quiet_since_s",
+        "role",
+    )
+
+    def __init__(self, identity: bytes, line: Line, hello: Hello, epoch: Epoch) -> None:
+        self.identity = identity
+        self.line = line
+        self.role: Role = hello.role
+        self.epoch = epoch
+        self.capabilities: Capabilities = hello.capabilities
+        self.is_ready = False
+        self.is_condemned = False
+        self.bytes_per_s = 0.0
+        self.owed: set[tuple[object, ...]] = set()
+        self.quiet_since_s = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.role} (process {self.line.pid}, epoch {self.epoch})"
+
+
+class Hub:
+    """All workers of one pipeline. `deliver` takes events for the core; `send(identity, message)`
+    says whether the message left."""
+
+    def __init__(
+        self,
+        lifelines: Lifelines,
+        send: Callable[[bytes, Message], bool],
+        count_drop: Callable[[str], None],
+        deliver: Callable[[CoreEvent], None],
+        setup_for: Callable[[Role], WorkerSetup],
+        on_change: Callable[[Worker, str], None],
+    ) -> None:
+        self._lifelines = lifelines
+        self._send = send
+        self._count_drop = count_drop
+        self._deliver = deliver
+        self._setup_for = setup_for
+        self._on_change = on_change
+        self._by_identity: dict[bytes, Worker] = {}
+        self._by_epoch: dict[Epoch, Worker] = {}
+        self._by_token: dict[str, Worker] = {}
+        self._next_epoch = 1
+        self._num_to_replace: dict[Role, int] = {}
+        #: Workers that took the place of a lost one.
+        self.num_replaced = 0
+        self.progress_text = ""
+        #: Why workers failed, by pid, the latest last.
+        self._last_words: dict[int, str] = {}
+
+    # ---------------------------------------------------------------- what workers say
+
+    def is_worker(self, identity: bytes) -> bool:
+        return identity in self._by_identity
+
+    def handle(self, identity: bytes, event: WorkerEvent) -> None:
+        """One event from the wire."""
+        if isinstance(event, Hello):
+            self._hello(identity, event)
+            return
+        worker = self._by_identity.get(identity)
+        kind = type(event)
+        if worker is None:
+            self._count_drop(f"{kind.__name__} from a peer that was not welcomed")
+            return
+        if event.epoch != worker.epoch:
+            self._count_drop(f"{kind.__name__} of epoch {event.epoch} from {worker}")
+            return
+        if kind not in _MAY_SAY[worker.role]:
+            self._count_drop(f"{kind.__name__} from {worker}, which may not say it")
+            return
+        worker.quiet_since_s = time.monotonic()
+        match event:
+            case Progress():
+                self.progress_text = f"{worker.role}: {event.text}"
+                log.info("%s: %s (%d of %d)", worker.role, event.text, event.done, event.total)
+            case Ready():
+                self._ready(worker, event)
+            case Failed():
+                self._last_words[worker.line.pid] = event.sentence
+                if len(self._last_words) > _MAX_LAST_WORDS:
+                    del self._last_words[next(iter(self._last_words))]
+                log.error("%s fails: %s", worker, event.sentence)
+            case _ if not worker.is_ready:
+                self._count_drop(f"{kind.__name__} from {worker} before it was ready")
+            case Routed() | StepDone():
+                worker.owed.clear()
+                self._deliver(event)
+            case Ran():
+                worker.owed.discard((Ran, event.step, event.layer, *event.experts))
+                self._deliver(event)
+            case Copied():
+                worker.owed.discard((Copied, event.copy))
+                self._deliver(event)
+            case Executed():
+                worker.owed.discard((Executed, event.step, event.layer, *event.experts))
+                self._deliver(event)
+
+    def _hello(self, identity: bytes, hello: Hello) -> None:
+        if identity in self._by_identity:
+            self._count_drop(f"a second HELLO from {self._by_identity[identity]}")
+            return
+        line = self._lifelines.find(hello.token)
+        sentence = self._why_refused(hello, line)
+        if sentence is not None or line is None:
+            log.warning("refused a %s: %s", hello.role, sentence)
+            self._send(identity, Refused(sentence or ""))
+            return
+        epoch = Epoch(self._next_epoch)
+        self._next_epoch += 1
+        worker = Worker(identity, line, hello, epoch)
+        line.is_worker = True
+        self._by_identity[identity] = self._by_epoch[epoch] = self._by_token[line.token] = worker
+        if self._num_to_replace.get(worker.role):
+            self._num_to_replace[worker.role] -= 1
+            self.num_replaced += 1
+        log.info("%s joins: %s", worker, hello.capabilities)
+        self._send(identity, Welcome(epoch, self._setup_for(worker.role)))
+
+    def _why_refused(self, hello: Hello, line: Line | None) -> str | None:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            return (
+                f"This {hello.role} speaks protocol version {hello.protocol_version}, the "
+                f"orchestrator speaks {PROTOCOL_VERSION}; run all processes from the same release."
+            )
+        if line is None:
+            return (
+                f"This {hello.role} shows no token of a living life line; join through "
+                "lifeline.sock first."
+            )
+        if line.token in self._by_token:
+            return f"This life line already belongs to {self._by_token[line.token]}."
+        if hello.pid != line.pid:
+            return (
+                f"This {hello.role} says it is process {hello.pid}, but its life line belongs to "
+                f"process {line.pid}."
+            )
+        if hello.role in _SINGLE:
+            for worker in self._by_epoch.values():
+                if worker.role == hello.role:
+                    return (
+                        f"There is a {hello.role} already, process {worker.line.pid}, and a "
+                        "pipeline has one; stop that one first."
+                    )
+        return None
+
+    def _ready(self, worker: Worker, ready: Ready) -> None:
+        if worker.is_ready:
+            self._count_drop(f"a second Ready from {worker}")
+            return
+        worker.is_ready = True
+        worker.bytes_per_s = ready.bytes_per_s
+        log.info("%s is ready, %.2f GB/s", worker, ready.bytes_per_s / 1e9)
+        self._on_change(worker, "joined")
+        self._deliver(WorkerJoined(worker.epoch, worker.role, ready.bytes_per_s, ready.arena))
+
+    # ---------------------------------------------------------------- what workers are told
+
+    def command(self, command: AddressedCommand) -> None:
+        """Send one command of the core to the worker of its epoch."""
+        worker = self._by_epoch.get(command.epoch)
+        if worker is None:  # lost; the core hears of it next
+            return
+        self._note_owed(worker, command)
+        if not self._send(worker.identity, command):
+            self.condemn(worker.epoch, "does not take messages")
+
+    def _note_owed(self, worker: Worker, command: AddressedCommand) -> None:
+        owed: tuple[object, ...]
+        match command:
+            case Run(experts=experts) if experts and not command.join:
+                owed = (Ran, command.step, command.layer, *experts)
+            case Run(join=True):
+                owed = (Routed, command.step)
+            case StartStep():
+                owed = (Routed, command.step)
+                # What belonged to an earlier step may have been dropped as stale, unanswered.
+                for other in self._by_epoch.values():
+                    if other.role == "cpu_worker":
+                        other.owed.clear()
+            case Copy():
+                owed = (Copied, command.copy)
+            case Execute():
+                owed = (Executed, command.step, command.layer, *command.experts)
+            case AttachArena() | DetachArena():
+                worker.owed.clear()  # copies under way are void
+                return
+            case _:
+                return
+        if not worker.owed:
+            worker.quiet_since_s = time.monotonic()
+        worker.owed.add(owed)
+
+    def condemn(self, epoch: Epoch, why: str) -> None:
+        """Kill a worker that cannot go on; it is lost when its process is over."""
+        worker = self._by_epoch.get(epoch)
+        if worker is None or worker.is_condemned:
+            return
+        worker.is_condemned = True
+        log.error("%s %s; it is killed", worker, why)
+        worker.line.kill()
+
+    def condemn_hung(self, timeout_s: float) -> None:
+        """Kill every worker that owes an answer and was silent for longer than `timeout_s`."""
+        now_s = time.monotonic()
+        for worker in list(self._by_epoch.values()):
+            if worker.owed and now_s - worker.quiet_since_s > timeout_s:
+                self.condemn(worker.epoch, f"has not answered for {timeout_s:.0f} s")
+
+    def say_goodbye(self, reason: str) -> None:
+        """Ask every worker to leave."""
+        for worker in self._by_epoch.values():
+            self._send(worker.identity, Shutdown(worker.epoch, reason))
+
+    # ---------------------------------------------------------------- ends
+
+    def line_ended(self, token: str) -> None:
+        """The process behind a life line is over."""
+        worker = self._by_token.pop(token, None)
+        if worker is None:
+            return
+        del self._by_identity[worker.identity]
+        del self._by_epoch[worker.epoch]
+        self._num_to_replace[worker.role] = self._num_to_replace.get(worker.role, 0) + 1
+        log.info("%s is gone", worker)
+        if worker.is_ready:
+            self._on_change(worker, "lost")
+            self._deliver(WorkerLost(worker.epoch))
+
+    # ---------------------------------------------------------------- asked by others
+
+    def num_ready(self, role: Role) -> int:
+        return sum(worker.role == role and worker.is_ready for worker in self._by_epoch.values())
+
+    def last_words(self, pid: int) -> str:
+        """What the worker of process `pid` said before it failed; "" when it said nothing."""
+        return self._last_words.pop(pid, "")
+
+    def statuses(self, num_restarts: dict[Role, int]) -> list[WorkerStatus]:
+        return [
+            WorkerStatus(
+                worker.role,
+                worker.line.pid,
+                worker.epoch,
+                worker.is_ready,
+                worker.bytes_per_s,
+                worker.capabilities,
+                num_restarts.get(worker.role, 0),
+            )
+            for worker in self._by_epoch.values()
+        ]

@@ -1,0 +1,398 @@
+"""Where each microsecond of a step went: a fold over what passes between the core and the workers.
+
+The fold sees every event before the core does and every command after it, builds one `LayerRecord`
+per layer-step and one `StepRecord` per step, and adds their stages to the running statistics of the
+request. With a log file it also writes each record as one JSON line; without one the encoder is
+never called. All stamps are CLOCK_MONOTONIC in ns: workers stamp what they did, this process stamps
+when it planned. docs/latency-log.md explains the fields to readers of the file.
+
+A step that a worker's death cut short leaves records with `is_complete` false; they are logged, and
+count in no statistic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from orchestrator.core.events import CoreCommand, CoreEvent, Planned
+from orchestrator.stage_times import StageTimes
+from protocol.errors import UserError
+from protocol.messages import (
+    Copied,
+    Copy,
+    CopyId,
+    Executed,
+    Ran,
+    RequestId,
+    Routed,
+    StartStep,
+    StepDone,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+log = logging.getLogger("headrace")
+
+LOG_VERSION = 1
+#: The stage of which all others take a share.
+WHOLE = "step"
+_FLUSH_BYTES = 256 * 1024
+
+
+class GpuSpan(msgspec.Struct):
+    """One `Run` on the device."""
+
+    experts: list[int]
+    started_ns: int
+    ended_ns: int
+
+
+class DmaSpan(msgspec.Struct):
+    """One fill: the copy of an expert into its slot."""
+
+    worker: int
+    expert: int
+    slot: int
+    num_bytes: int
+    started_ns: int
+    ended_ns: int
+
+
+class CpuSpan(msgspec.Struct):
+    """One `Execute` on one cpu_worker."""
+
+    worker: int
+    experts: list[int]
+    num_bytes: int
+    started_ns: int
+    ended_ns: int
+
+
+class LayerRecord(msgspec.Struct, tag="layer", tag_field="kind"):
+    """One MoE layer of one step."""
+
+    request: str
+    step: int
+    layer: int
+    num_rows: int
+    m: int
+    q: int
+    hits: list[int]
+    fills: list[int]
+    cpu: list[int]
+    fill_bytes: int
+    cpu_bytes: int
+    reason: str
+    routed_ns: int
+    planned_ns: int
+    joined_ns: int
+    #: From the end of the layer before (or the start of the step) to this layer's routing.
+    dense_ns: int
+    gpu_hits: list[GpuSpan]
+    gpu_fills: list[GpuSpan]
+    dma: list[DmaSpan]
+    cpu_runs: list[CpuSpan]
+    is_complete: bool
+
+
+class StepRecord(msgspec.Struct, tag="step", tag_field="kind"):
+    """One pass of tokens through the model."""
+
+    request: str
+    step: int
+    start: int
+    num_tokens: int
+    started_ns: int
+    joined_ns: int
+    done_ns: int
+    is_sampled: bool
+    is_complete: bool
+
+
+class WorkerRecord(msgspec.Struct, tag="worker", tag_field="kind"):
+    """A worker came or went; names the tracks of a trace."""
+
+    worker: int
+    role: str
+    pid: int
+    change: str
+    at_ns: int
+
+
+class LogHeader(msgspec.Struct, tag="log", tag_field="kind"):
+    """First line of a log."""
+
+    version: int
+    model: str
+    dtype: str
+    num_layers: int
+    top_k: int
+    expert_bytes: int
+    num_slots: int
+    total_experts: int
+
+
+LogRecord = LogHeader | WorkerRecord | StepRecord | LayerRecord
+
+
+def layer_stages(record: LayerRecord) -> Iterator[tuple[str, int]]:
+    """Stages of a complete layer-step and their durations in ns. Branches run side by side, so
+    `gpu_hits`, `dma`, `gpu_fills` and `cpu` overlap and do not add up to `layer`."""
+    yield "dense", record.dense_ns
+    yield "plan", record.planned_ns - record.routed_ns
+    parts_end_ns = record.planned_ns
+    for stage, spans in (
+        ("gpu_hits", record.gpu_hits),
+        ("dma", record.dma),
+        ("gpu_fills", record.gpu_fills),
+        ("cpu", record.cpu_runs),
+    ):
+        if spans:
+            ended_ns = max(span.ended_ns for span in spans)
+            yield stage, ended_ns - min(span.started_ns for span in spans)
+            if ended_ns > parts_end_ns:
+                parts_end_ns = ended_ns
+    yield "join", record.joined_ns - parts_end_ns
+    yield "layer", record.joined_ns - record.routed_ns
+
+
+def step_stages(record: StepRecord) -> Iterator[tuple[str, int]]:
+    """Stages of a complete step outside its layers, and the step itself."""
+    yield "sample", record.done_ns - record.joined_ns
+    yield WHOLE, record.done_ns - record.started_ns
+
+
+class LatencyFold:
+    """Builds records from events and commands, in the order in which the engine passes them."""
+
+    def __init__(self, write: Callable[[LogRecord], None] | None = None) -> None:
+        self._write = write
+        self._times: dict[RequestId, StageTimes] = {}
+        self._step: StepRecord | None = None
+        self._layer: LayerRecord | None = None
+        self._copies: dict[CopyId, DmaSpan] = {}
+
+    def begin_request(self, request: RequestId) -> None:
+        self._times[request] = StageTimes()
+
+    def end_request(self, request: RequestId) -> StageTimes:
+        """The stages of a request that is over."""
+        return self._times.pop(request, StageTimes())
+
+    def event(self, event: CoreEvent) -> None:
+        """An event on its way to the core."""
+        match event:
+            case Routed():
+                self._routed(event)
+            case Ran():
+                self._ran(event)
+            case Copied():
+                span = self._copies.pop(event.copy, None)
+                if span is not None:
+                    span.worker = event.epoch
+                    span.num_bytes = event.num_bytes
+                    span.started_ns = event.started_ns
+                    span.ended_ns = event.ended_ns
+            case Executed():
+                self._executed(event)
+            case StepDone():
+                self._step_done(event)
+            case _:
+                pass
+
+    def command(self, command: CoreCommand, now_ns: int) -> None:
+        """A command that the core gave at `now_ns`."""
+        match command:
+            case Planned():
+                self._planned(command, now_ns)
+            case Copy():
+                layer = self._layer
+                if layer is not None and layer.layer == command.layer:
+                    span = DmaSpan(0, command.expert, command.slot, 0, 0, 0)
+                    self._copies[command.copy] = span
+                    layer.dma.append(span)
+            case StartStep():
+                self._break_off()
+                self._step = StepRecord(
+                    "",
+                    command.step,
+                    command.start,
+                    len(command.tokens),
+                    now_ns,
+                    0,
+                    0,
+                    command.sampling is not None,
+                    False,
+                )
+            case _:
+                pass
+
+    def close(self) -> None:
+        """Nothing more will come; what was under way is logged as incomplete."""
+        self._break_off()
+
+    def _routed(self, event: Routed) -> None:
+        step = self._step
+        if step is None or step.step != event.step:
+            return
+        before = self._layer
+        if before is not None:
+            if before.layer == event.layer:
+                return  # said again
+            self._end_layer(before, event.joined_ns)
+        dense_ns = event.routed_ns - (event.joined_ns or step.started_ns)
+        self._layer = LayerRecord(
+            "",
+            event.step,
+            event.layer,
+            sum(event.num_rows),
+            0,
+            0,
+            [],
+            [],
+            [],
+            0,
+            0,
+            "",
+            event.routed_ns,
+            0,
+            0,
+            dense_ns,
+            [],
+            [],
+            [],
+            [],
+            False,
+        )
+
+    def _planned(self, planned: Planned, now_ns: int) -> None:
+        layer, step = self._layer, self._step
+        if layer is None or step is None or layer.step != planned.step:
+            return
+        if layer.layer != planned.layer:
+            return
+        step.request = layer.request = planned.request
+        layer.num_rows = planned.num_rows
+        layer.hits = list(planned.hits)
+        layer.fills = list(planned.fills)
+        layer.cpu = list(planned.cpu)
+        layer.q = len(planned.fills)
+        layer.m = layer.q + len(planned.cpu)
+        # A layer is planned again when a worker was lost in it; the first decision's time stays.
+        layer.planned_ns = layer.planned_ns or now_ns
+        if self._write is not None:
+            layer.reason = planned.split.reason()
+
+    def _ran(self, event: Ran) -> None:
+        layer = self._layer
+        if layer is None or layer.layer != event.layer or layer.step != event.step:
+            return
+        span = GpuSpan(list(event.experts), event.started_ns, event.ended_ns)
+        is_fill = any(expert in layer.fills for expert in event.experts)
+        (layer.gpu_fills if is_fill else layer.gpu_hits).append(span)
+
+    def _executed(self, event: Executed) -> None:
+        layer = self._layer
+        if layer is None or layer.layer != event.layer or layer.step != event.step:
+            return
+        layer.cpu_runs.append(
+            CpuSpan(
+                event.epoch,
+                list(event.experts),
+                event.num_bytes,
+                event.started_ns,
+                event.ended_ns,
+            )
+        )
+
+    def _step_done(self, event: StepDone) -> None:
+        step, layer = self._step, self._layer
+        if step is None or step.step != event.step:
+            return
+        if layer is not None:
+            self._end_layer(layer, event.joined_ns)
+        step.joined_ns = event.joined_ns
+        step.done_ns = event.done_ns
+        step.is_complete = True
+        times = self._times.get(RequestId(step.request))
+        if times is not None:
+            for stage, duration_ns in step_stages(step):
+                times.add(stage, duration_ns)
+        if self._write is not None:
+            self._write(step)
+        self._step = self._layer = None
+        self._copies.clear()
+
+    def _end_layer(self, layer: LayerRecord, joined_ns: int) -> None:
+        layer.joined_ns = joined_ns
+        # A fill that was given up (its worker died) has no end; its expert ran elsewhere.
+        layer.dma = [span for span in layer.dma if span.ended_ns]
+        layer.fill_bytes = sum(span.num_bytes for span in layer.dma)
+        layer.cpu_bytes = sum(span.num_bytes for span in layer.cpu_runs)
+        layer.is_complete = layer.planned_ns > 0
+        times = self._times.get(RequestId(layer.request))
+        if times is not None and layer.is_complete:
+            for stage, duration_ns in layer_stages(layer):
+                times.add(stage, duration_ns)
+        if self._write is not None:
+            self._write(layer)
+
+    def _break_off(self) -> None:
+        """The step under way will not go on."""
+        if self._write is not None:
+            if self._layer is not None:
+                self._write(self._layer)
+            if self._step is not None:
+                self._write(self._step)
+        self._step = self._layer = None
+        self._copies.clear()
+
+
+class LogFile:
+    """JSON Lines, written in large pieces; a full disk ends the log, never the pipeline."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UserError when the file cannot be made."""
+        self._path = path
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UserError(
+                f"The latency log {path} cannot be written: {error.strerror}; name another "
+                "--latency-log."
+            ) from None
+        self._encoder = msgspec.json.Encoder()
+        self._buffer = bytearray()
+
+    def write(self, record: LogRecord) -> None:
+        if self._fd < 0:
+            return
+        self._buffer += self._encoder.encode(record)
+        self._buffer += b"\n"
+        if len(self._buffer) >= _FLUSH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        view = memoryview(bytes(self._buffer))
+        self._buffer.clear()
+        while view and self._fd >= 0:
+            try:
+                view = view[os.write(self._fd, view) :]
+            except OSError as error:
+                log.error("the latency log %s ends here: %s", self._path, error.strerror)
+                os.close(self._fd)
+                self._fd = -1
+
+    def close(self) -> None:
+        self.flush()
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,109 @@
+"""Runs the loader process: progress on its way, a layout at the end, or one clear sentence.
+
+The loader gets an empty memfd by inheritance and its reports come line by line over its standard
+output. It is the only process that reads expert weights from disk, and it is gone before the first
+token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from expert_store.reports import Failure, Inspection, Loaded, Progress, Report, decode_report
+from protocol.errors import EXIT_USER_ERROR, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from expert_store.layout import StoreLayout
+
+#: A layout of a very large model, as JSON, stays far below this.
+_MAX_LINE_BYTES = 1 << 20
+_END_TIMEOUT_S = 10.0
+#: Between two reports; a cold disk may be slow, a loader that says nothing for so long is stuck.
+_SILENCE_TIMEOUT_S = 300.0
+
+
+class LoaderFault(Exception):
+    """The loader ended without saying why; its own output on stderr may tell."""
+
+
+async def load_store(
+    model_dir: Path, dtype: str, fd: int, on_progress: Callable[[Progress], None]
+) -> StoreLayout:
+    """Load the experts of a checkpoint into the empty memfd `fd`.
+
+    Raises:
+        UserError: the checkpoint cannot be loaded; its one sentence.
+        LoaderFault: the loader broke down.
+    """
+    arguments = ["load", "--model", str(model_dir), "--dtype", dtype, "--fd", str(fd)]
+    report = await _run(arguments, (fd,), on_progress)
+    if not isinstance(report, Loaded):
+        raise LoaderFault("the loader ended before the store was complete")
+    return report.layout
+
+
+async def inspect_model(model_dir: Path, dtype: str) -> Inspection:
+    """What config and file headers tell; reads no weights.
+
+    Raises:
+        UserError: the checkpoint cannot be used; its one sentence.
+        LoaderFault: the loader broke down.
+    """
+    report = await _run(
+        ["inspect", "--model", str(model_dir), "--dtype", dtype], (), lambda progress: None
+    )
+    if not isinstance(report, Inspection):
+        raise LoaderFault("the loader ended without an answer")
+    return report
+
+
+async def _run(
+    arguments: list[str], fds: tuple[int, ...], on_progress: Callable[[Progress], None]
+) -> Report | None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",
+        "-m",
+        "expert_store",
+        *arguments,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        pass_fds=fds,
+        limit=_MAX_LINE_BYTES,
+        start_new_session=True,  # a Ctrl-C at the terminal is the orchestrator's to handle
+    )
+    assert process.stdout is not None
+    last: Report | None = None
+    try:
+        while line := await asyncio.wait_for(process.stdout.readline(), _SILENCE_TIMEOUT_S):
+            last = decode_report(line)
+            if isinstance(last, Progress):
+                on_progress(last)
+        code = await asyncio.wait_for(process.wait(), _END_TIMEOUT_S)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise LoaderFault(f"the loader said what is no report: {error}") from None
+    except TimeoutError:
+        raise LoaderFault("the loader hangs") from None
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    if isinstance(last, Failure):
+        raise UserError(last.message)
+    if code != 0:
+        ending = f"signal {-code}" if code < 0 else f"code {code}"
+        raise LoaderFault(
+            f"the loader ended with {ending}"
+            + (" (out of memory?)" if code == -9 else "")
+            + (" (wrong arguments)" if code == EXIT_USER_ERROR else "")
+        )
+    return last

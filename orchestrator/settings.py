@@ -1,0 +1,87 @@
+"""What a person may choose about a pipeline: one frozen value, made at the command line.
+
+Nothing below the command line reads flags or the environment. A value of None means "find out";
+what is found is put into the core's own configuration, never back into this one.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from protocol.errors import UserError
+
+DEFAULT_SLOTS = "25%"
+DEFAULT_WORKER_TIMEOUT_S = 60.0
+#: Rows of the activation segment: how many prompt tokens go through the model in one step.
+DEFAULT_MAX_ROWS = 64
+BYTES_PER_GB = 1e9
+
+
+class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How one pipeline runs. Rates are in GB/s (10^9 bytes)."""
+
+    model_dir: Path
+    run_dir: Path
+    device: str = "cpu"
+    dtype: str = "auto"
+    slots: str = DEFAULT_SLOTS
+    fill: str = "auto"
+    policy: str = "lru"
+    host_gbps: float | None = None
+    link_gbps: float | None = None
+    emulate_link_gbps: float | None = None
+    num_cpu_workers: int = 1
+    max_rows: int = DEFAULT_MAX_ROWS
+    max_context: int | None = None
+    latency_log: Path | None = None
+    worker_timeout_s: float = DEFAULT_WORKER_TIMEOUT_S
+    digest_logits: bool = False
+    is_supervising: bool = False
+    #: Read end of a pipe whose other end the parent holds: its end ends the pipeline.
+    parent_fd: int | None = None
+    log_level: str = "warning"
+
+    @property
+    def host_bytes_per_s(self) -> float | None:
+        return None if self.host_gbps is None else self.host_gbps * BYTES_PER_GB
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        return None if self.link_gbps is None else self.link_gbps * BYTES_PER_GB
+
+    @property
+    def emulate_link_bytes_per_s(self) -> float:
+        return (self.emulate_link_gbps or 0.0) * BYTES_PER_GB
+
+
+def count_slots(text: str, total_experts: int) -> int:
+    """`N`, or `P%` of all experts (rounded down, at least one).
+
+    Raises:
+        UserError: not a number, nothing at all, or more than there are experts.
+    """
+    match = re.fullmatch(r"(\d{1,12}|\d{1,12}\.\d{1,6}|\.\d{1,6})(%?)", text.strip(), re.ASCII)
+    if match is None or (match[2] == "" and "." in match[1]):
+        raise UserError(
+            f"--slots {text!r} is not a number of experts; say for example --slots 64, or "
+            "--slots 25% of all experts."
+        )
+    if float(match[1]) == 0:
+        raise UserError(
+            f"--slots {text} leaves no expert slot and a pipeline needs at least one; say "
+            "--slots 1 or more."
+        )
+    if match[2]:
+        if float(match[1]) > 100:
+            raise UserError(f"--slots {text} is more than all experts; say --slots 100% or less.")
+        return max(1, int(total_experts * float(match[1]) / 100))
+    num_slots = int(match[1])
+    if num_slots > total_experts:
+        raise UserError(
+            f"--slots {num_slots} is more than the {total_experts} experts of the model; say "
+            f"--slots {total_experts} or less."
+        )
+    return num_slots

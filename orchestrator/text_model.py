@@ -1,0 +1,163 @@
+"""Text to tokens and back, with what the checkpoint says about ends and lengths.
+
+The tokenizer is the checkpoint's own `tokenizer.json`, run by the `tokenizers` package; special
+tokens go in front of a prompt only as its post-processor says. Turning tokens into text is done
+piece by piece: a token may end in the middle of a UTF-8 character, or take its leading space from
+its neighbour, so a piece is the growth of a decoded window that begins a few tokens earlier.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from protocol.errors import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tokenizers import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+#: An unfinished UTF-8 character has at most three bytes, and shows as at most so many marks.
+_MAX_UNFINISHED = 3
+#: Prompt tokens in the first window: enough that a decoder does not take the first new token for
+#: the beginning of a text (and strip its space).
+_CONTEXT_TOKENS = 5
+_DEFAULT_CONTEXT = 4096
+
+
+class TextModel:
+    """Tokenizer, end tokens and limits of one checkpoint."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, eos_tokens: frozenset[int], context: int, vocab_size: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.eos_tokens = eos_tokens
+        #: Positions that one sequence may hold, prompt included.
+        self.context = context
+        self.vocab_size = vocab_size
+
+    @classmethod
+    def load(cls, model_dir: Path, max_context: int | None = None) -> TextModel:
+        """Read tokenizer.json, config.json and generation_config.json.
+
+        Raises:
+            UserError: a file is missing or broken.
+        """
+        config = read_json(model_dir / "config.json")
+        generation = model_dir / "generation_config.json"
+        generation_config = read_json(generation) if generation.exists() else {}
+        tokenizer = _read_tokenizer(model_dir / "tokenizer.json")
+        text_config = config.get("text_config")
+        nested = text_config if isinstance(text_config, dict) else {}
+        context = _first_int((config, nested), "max_position_embeddings") or _DEFAULT_CONTEXT
+        if max_context is not None:
+            context = min(context, max_context)
+        eos = generation_config.get("eos_token_id")
+        if eos is None:
+            eos = config.get("eos_token_id", nested.get("eos_token_id"))
+        vocab_size = _first_int((config, nested), "vocab_size") or tokenizer.get_vocab_size()
+        return cls(tokenizer, _token_set(eos), context, vocab_size)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+class Detokenizer:
+    """Text of one sequence as it grows. Pieces joined are the text; none ends in half a character."""
+
+    def __init__(self, model: TextModel, prompt_tokens: list[int]) -> None:
+        self._model = model
+        self._window = prompt_tokens[-_CONTEXT_TOKENS:]
+        self._num_context = len(self._window)
+        text = model.decode(self._window)
+        self._num_said = len(text) - _num_unfinished(text)
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; may be empty."""
+        self._window.append(token)
+        whole = self._model.decode(self._window)
+        num_unfinished = _num_unfinished(whole)
+        end = len(whole) - num_unfinished
+        piece = whole[self._num_said : end]
+        self._num_said = max(self._num_said, end)
+        if num_unfinished == 0:
+            # Everything is said: the tokens since the last such moment become the new context.
+            self._window = self._window[self._num_context :]
+            self._num_context = len(self._window)
+            self._num_said = len(self._model.decode(self._window))
+        return piece
+
+    def finish(self) -> str:
+        """What was held back because it might have become a character."""
+        return self._model.decode(self._window)[self._num_said :]
+
+
+def _num_unfinished(text: str) -> int:
+    """Marks at the end of `text` that may yet become a character."""
+    return min(len(text) - len(text.rstrip(_REPLACEMENT)), _MAX_UNFINISHED)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of the checkpoint.
+
+    Raises:
+        UserError: missing, unreadable, or not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(
+            f"There is no {path.name} in {path.parent}; a model is a Hugging Face checkpoint "
+            "directory."
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}; download the model again.") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object; download the model again.")
+    return value
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    if not path.is_file():
+        raise UserError(
+            f"There is no tokenizer.json in {path.parent}, so the prompt cannot become tokens; "
+            "download the model's tokenizer.json as well."
+        )
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises bare Exception for every fault
+        raise UserError(
+            f"{path} is not a tokenizer: {_one_line(error)}; download it again."
+        ) from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _first_int(configs: tuple[dict[str, Any], ...], key: str) -> int | None:
+    for config in configs:
+        value = config.get(key)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def _token_set(value: object) -> frozenset[int]:
+    """`eos_token_id` is a number, a list of numbers, or absent."""
+    try:
+        return frozenset(
+            msgspec.convert([value] if isinstance(value, int) else value or [], list[int])
+        )
+    except msgspec.ValidationError:
+        return frozenset()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.core.directory import ExpertDirectory, InvariantBroken
 from orchestrator.core.events import Planned, RequestCounters, WorkerFault
-from orchestrator.core.layer_step import LayerStep, hold
+from orchestrator.core.layer_step import LayerStep, Unanswered, hold
 from orchestrator.core.planner import (
     DemandMemory,
     FillMode,
@@ -67,7 +67,7 @@ class ExpertDispatch:
         "_report_plans",
         "_roster",
         "_running",
-        "_stale",
+        "_unanswered",
         "directory",
         "num_joined",
         "work",
@@ -91,14 +91,13 @@ class ExpertDispatch:
         self.work: LayerStep | None = None
         self.num_joined = 0
         #: Slots that the gpu_worker may still read, by what it was told to run from them.
-        self._running: dict[tuple[StepId, LayerId, ExpertId], SlotId] = {}
-        #: Work of a void layer-step that a cpu_worker has not answered yet.
-        self._stale: set[tuple[Epoch, StepId, LayerId, ExpertId]] = set()
+        self._running: dict[tuple[StepId, LayerId], dict[ExpertId, SlotId]] = {}
+        self._unanswered = Unanswered()
 
     @property
     def is_draining(self) -> bool:
         """Whether a cpu_worker may still write rows of a void layer-step."""
-        return bool(self._stale)
+        return self._unanswered.is_waited_for
 
     @property
     def is_through(self) -> bool:
@@ -130,11 +129,12 @@ class ExpertDispatch:
             or self.is_through
         ):
             return False
-        rows = dict(zip(routed.experts, routed.num_rows, strict=False))
-        if not len(rows) == len(routed.experts) == len(routed.num_rows):
+        if not len(set(routed.experts)) == len(routed.experts) == len(routed.num_rows):
             raise WorkerFault(routed.epoch, f"routed layer {routed.layer} to experts it confuses")
 
-        hits, hit_slots, misses = self._look_up(routed)
+        keys = [(routed.layer, expert) for expert in routed.experts]
+        self.directory.layer_step(routed.layer, routed.experts)
+        hits, hit_slots, misses = self._look_up(keys)
         split = self._planner.plan(
             len(misses),
             self.directory.num_reservable,
@@ -142,9 +142,9 @@ class ExpertDispatch:
             has_link=self._roster.link_epoch is not None,
         )
         fills, rest = choose_fills(misses, split.num_fills, self._memory.last_demand)
-        self._memory.demanded([(routed.layer, expert) for expert in rows])
+        self._memory.demanded(keys)
 
-        self.work = work = LayerStep(routed, rows, len(hits))
+        self.work = work = LayerStep(routed, len(hits))
         work.unfilled = [expert for _, expert in fills]
         on_cpu = [expert for _, expert in rest]
         if split.must_wait:
@@ -187,7 +187,7 @@ class ExpertDispatch:
         """A cpu_worker has written its rows. False if none of them was waited for."""
         work = self.work
         if work is None or executed.step != work.step or executed.layer != work.layer:
-            return self._drained(executed)
+            return self._unanswered.answer(executed)
         num_done = 0
         for expert in executed.experts:
             if work.executing.get(expert) == executed.epoch:
@@ -205,35 +205,37 @@ class ExpertDispatch:
 
     def ran(self, ran: Ran, commands: list[CoreCommand]) -> bool:
         """The gpu_worker reads these slots no more. False if that was known."""
+        running = self._running.get((ran.step, ran.layer), {})
         is_news = False
         for expert in ran.experts:
-            slot = self._running.pop((ran.step, ran.layer, expert), None)
+            slot = running.pop(expert, None)
             if slot is not None:
                 self.directory.unpin(slot)
                 is_news = True
+        if is_news and not running:
+            del self._running[ran.step, ran.layer]
         if is_news and self.work is not None and self.work.unfilled:
             self._fill(self.work, commands)
         return is_news
 
     # ---- its verbs ----
 
-    def _look_up(self, routed: Routed) -> tuple[list[ExpertId], list[SlotId], list[ExpertKey]]:
+    def _look_up(
+        self, keys: list[ExpertKey]
+    ) -> tuple[list[ExpertId], list[SlotId], list[ExpertKey]]:
         """Pin and refresh what is resident, in router order; the rest are misses."""
         directory = self.directory
-        layer = routed.layer
-        directory.layer_step(layer, routed.experts)
         hits: list[ExpertId] = []
         slots: list[SlotId] = []
         misses: list[ExpertKey] = []
-        for expert in routed.experts:
-            key = (layer, expert)
+        for key in keys:
             slot = directory.slot_of(key)
             if slot is None:
                 misses.append(key)
             else:
                 directory.pin(slot)
                 directory.refresh(key)
-                hits.append(expert)
+                hits.append(key[1])
                 slots.append(slot)
         return hits, slots, misses
 
@@ -267,8 +269,7 @@ class ExpertDispatch:
         if len(epochs) == 1:
             parts = [experts]
         else:
-            rows = [work.rows[expert] for expert in experts]
-            parts = divide_among(experts, self._roster.cpu_shares, rows)
+            parts = divide_among(experts, self._roster.cpu_shares, work.rows_of(experts))
         for epoch, part in zip(epochs, parts, strict=True):
             if part:
                 for expert in part:
@@ -285,9 +286,10 @@ class ExpertDispatch:
         """Have the gpu_worker compute `experts`; join if no part is missing after these."""
         work.num_missing -= len(experts)
         is_last = not work.num_missing
+        if experts:
+            running = self._running.setdefault((work.step, work.layer), {})
+            running.update(zip(experts, slots, strict=True))
         if experts or is_last:
-            for expert, slot in zip(experts, slots, strict=True):
-                self._running[work.step, work.layer, expert] = slot
             commands.append(Run(work.gpu_epoch, work.step, work.layer, experts, slots, is_last))
         if is_last:
             counters = self._counters
@@ -325,7 +327,7 @@ class ExpertDispatch:
 
     def cpu_lost(self, epoch: Epoch, commands: list[CoreCommand]) -> None:
         """A cpu_worker will answer nothing any more: its experts go elsewhere."""
-        self._stale = {entry for entry in self._stale if entry[0] != epoch}
+        self._unanswered.forget(epoch)
         work = self.work
         if work is None:
             return
@@ -336,11 +338,8 @@ class ExpertDispatch:
 
     def gpu_lost(self) -> None:
         """The slots are gone, and with them the step; late answers to it find nothing."""
-        work = self.work
-        if work is not None:
-            self._stale |= {
-                (epoch, work.step, work.layer, expert) for expert, epoch in work.executing.items()
-            }
+        if self.work is not None:
+            self._unanswered.add(self.work)
         self.work = None
         self._flight = None
         self.num_joined = 0
@@ -359,13 +358,6 @@ class ExpertDispatch:
         else:
             work.unplaced += stranded
 
-    def _drained(self, executed: Executed) -> bool:
-        num_stale = len(self._stale)
-        self._stale -= {
-            (executed.epoch, executed.step, executed.layer, expert) for expert in executed.experts
-        }
-        return len(self._stale) < num_stale
-
     # ---- the recount ----
 
     def check(self) -> None:
@@ -373,9 +365,11 @@ class ExpertDispatch:
         directory, work, roster = self.directory, self.work, self._roster
         directory.check()
         pins = [0] * directory.num_slots
-        for (_, layer, expert), slot in self._running.items():
-            pins[slot] += 1
-            hold(directory.slot_of((layer, expert)) == slot, f"slot {slot} is run, not resident")
+        for (_, layer), running in self._running.items():
+            hold(bool(running), "a layer-step is kept for no slot")
+            for expert, slot in running.items():
+                pins[slot] += 1
+                hold(directory.slot_of((layer, expert)) == slot, f"slot {slot} is run too early")
         num_filling = 0
         if work is not None:
             num_filling = len(work.copying)
@@ -397,7 +391,4 @@ class ExpertDispatch:
         for index, count in enumerate(pins):
             hold(directory.num_pins(SlotId(index)) == count, f"slot {index} is pinned for nobody")
         hold(not self._running or roster.gpu_epoch is not None, "slots are run by nobody")
-        hold(
-            all(entry[0] in roster.cpu_epochs for entry in self._stale),
-            "an answer is awaited from a cpu_worker that left",
-        )
+        self._unanswered.check(roster)

@@ -20,7 +20,7 @@ from orchestrator.core.directory import InvariantBroken
 if TYPE_CHECKING:
     from orchestrator.core.directory import Reservation
     from orchestrator.core.workers import Roster
-    from protocol.messages import CopyId, Epoch, ExpertId, Routed
+    from protocol.messages import CopyId, Epoch, Executed, ExpertId, LayerId, Routed, StepId
 
 
 class LayerStep:
@@ -35,26 +35,31 @@ class LayerStep:
         "num_hits",
         "num_missing",
         "num_parts",
-        "rows",
+        "routed",
         "step",
         "unfilled",
         "unplaced",
     )
 
-    def __init__(self, routed: Routed, rows: dict[ExpertId, int], num_hits: int) -> None:
+    def __init__(self, routed: Routed, num_hits: int) -> None:
+        self.routed = routed
         self.gpu_epoch = routed.epoch
         self.step = routed.step
         self.layer = routed.layer
-        self.rows = rows
-        self.num_parts = len(rows)
+        self.num_parts = len(routed.experts)
         self.num_hits = num_hits
         self.num_executed = 0
         #: Parts that are not in yet; the join goes out with the one that makes it 0.
-        self.num_missing = len(rows)
+        self.num_missing = len(routed.experts)
         self.unfilled: list[ExpertId] = []
         self.copying: dict[CopyId, tuple[ExpertId, Reservation]] = {}
         self.executing: dict[ExpertId, Epoch] = {}
         self.unplaced: list[ExpertId] = []
+
+    def rows_of(self, experts: list[ExpertId]) -> list[int]:
+        """How many rows chose each of `experts`."""
+        rows = dict(zip(self.routed.experts, self.routed.num_rows, strict=True))
+        return [rows[expert] for expert in experts]
 
     def check(self, roster: Roster) -> None:
         """Recount the parts against each other and against who is here."""
@@ -76,6 +81,45 @@ class LayerStep:
         hold(
             not self.unplaced or not (has_link or roster.cpu_epochs),
             "experts wait for a branch that exists",
+        )
+
+
+class Unanswered:
+    """What cpu_workers were told to execute for layer-steps that are void, and have not answered.
+
+    Until they do, they may write rows over those of another layer-step.
+    """
+
+    __slots__ = ("_parts",)
+
+    def __init__(self) -> None:
+        self._parts: set[tuple[Epoch, StepId, LayerId, ExpertId]] = set()
+
+    @property
+    def is_waited_for(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, work: LayerStep) -> None:
+        """`work` is void."""
+        for expert, epoch in work.executing.items():
+            self._parts.add((epoch, work.step, work.layer, expert))
+
+    def answer(self, executed: Executed) -> bool:
+        """False if nothing of it was waited for."""
+        num_parts = len(self._parts)
+        for expert in executed.experts:
+            self._parts.discard((executed.epoch, executed.step, executed.layer, expert))
+        return len(self._parts) < num_parts
+
+    def forget(self, epoch: Epoch) -> None:
+        """This cpu_worker is gone and writes nothing any more."""
+        self._parts = {part for part in self._parts if part[0] != epoch}
+
+    def check(self, roster: Roster) -> None:
+        """Whoever is waited for is here."""
+        hold(
+            all(part[0] in roster.cpu_epochs for part in self._parts),
+            "an answer is awaited from a cpu_worker that left",
         )
 
 

@@ -156,7 +156,8 @@ class Engine:
             )
             self._channel.start(self._loop)
             serving = asyncio.create_task(self._serve(run_dir, stack))
-            await asyncio.wait({serving, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            waits: set[asyncio.Future[Any]] = {serving, self._ended}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if serving.done() and not self._ended.done():
                 ending = self._ending_of(serving)
             else:

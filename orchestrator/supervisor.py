@@ -56,7 +56,7 @@ class Supervisor:
         self._log_level = log_level
         self._last_words = last_words
         self._on_fatal = on_fatal
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._ready_pids: set[int] = set()
@@ -77,7 +77,7 @@ class Supervisor:
     async def _keep(self, role: Role) -> None:
         backoff_s = _FIRST_BACKOFF_S
         num_failed_starts = 0
-        while not self._is_stopping:
+        while not self._stopping.is_set():
             started_s = time.monotonic()
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -101,7 +101,7 @@ class Supervisor:
             words = self._last_words(process.pid)
             was_ready = process.pid in self._ready_pids
             self._ready_pids.discard(process.pid)
-            if self._is_stopping:
+            if self._stopping.is_set():
                 return
             if code in (EXIT_USER_ERROR, EXIT_DO_NOT_RESTART):
                 self._on_fatal(words or f"The {role} cannot run here; see above.", EXIT_USER_ERROR)
@@ -127,11 +127,11 @@ class Supervisor:
 
     def announce_stop(self) -> None:
         """From now on deaths are expected."""
-        self._is_stopping = True
+        self._stopping.set()
 
     async def stop(self) -> None:
         """End all workers; they were asked already. Returns within the three bounds."""
-        self._is_stopping = True
+        self._stopping.set()
         if await self._all_ended(_ASK_S):
             return
         for process in list(self._processes.values()):

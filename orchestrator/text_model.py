@@ -71,7 +71,7 @@ class TextModel:
 
 
 class Detokenizer:
-    """Text of one sequence as it grows. Pieces joined are the text; none ends in half a character."""
+    """Text of one sequence as it grows: pieces that joined are the text, never half a character."""
 
     def __init__(self, model: TextModel, prompt_tokens: list[int]) -> None:
         self._model = model

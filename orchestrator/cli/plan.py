@@ -1,0 +1,106 @@
+"""`headrace plan`: does a model fit this machine? Answered from config.json and file headers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from typing import TYPE_CHECKING
+
+from orchestrator.cli.options import DEVICES, DTYPES, add_model
+from protocol.errors import EXIT_FAULT, EXIT_OK, UserError
+from protocol.worker_flags import number
+
+if TYPE_CHECKING:
+    from orchestrator.fit import Fit
+
+_EPILOG = """\
+examples:
+  headrace plan --model DIR --vram-gb 24
+  headrace plan --model DIR --vram-gb 24 --context 32768 --dtype bfloat16
+  headrace plan --model DIR --slots 25% --device cpu
+
+Exit code 0 when it fits, 1 when something does not."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register `plan` with the command line."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="does a model fit this machine, before anything is loaded",
+        description="Say what a model needs (experts, dense weights, KV cache), how many expert "
+        "slots a VRAM budget holds, and whether host memory and limits allow it. Loads nothing.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_model(parser, required=True)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--vram-gb",
+        type=number(float, 1e-9, "GB"),
+        metavar="X",
+        help="device memory to plan for, in GB (10^9 bytes): how many slots fit?",
+    )
+    size.add_argument("--slots", metavar="N|P%", help="plan for so many slots (default: 25%%)")
+    parser.add_argument("--device", choices=DEVICES, help="default: cuda with --vram-gb, else cpu")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: %(default)s")
+    parser.add_argument(
+        "--context",
+        type=number(int, 1, "tokens"),
+        metavar="N",
+        help="tokens of KV cache to plan for (default: the model's own limit, at most 8192)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.set_defaults(func=run_plan)
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Returns 0 when everything fits, 1 when not; raises UserError for bad input."""
+    import msgspec
+
+    from expert_store.memory import memory_room
+    from orchestrator.fit import Question, plan_fit
+    from orchestrator.loading import LoaderFault, inspect_model
+    from protocol.machine import read_memlock, read_shm
+
+    try:
+        inspection = asyncio.run(inspect_model(options.model, options.dtype))
+    except LoaderFault as fault:
+        raise UserError(f"The model cannot be looked at: {fault}.") from None
+    device = options.device or ("cuda" if options.vram_gb is not None else "cpu")
+    question = Question(
+        device=device,
+        vram_bytes=None if options.vram_gb is None else int(options.vram_gb * 1e9),
+        slots=options.slots,
+        context=options.context,
+    )
+    room = memory_room()
+    fit = plan_fit(inspection, question, room, read_memlock(), read_shm())
+    if options.json:
+        sys.stdout.write(msgspec.json.encode(fit).decode() + "\n")
+    else:
+        _show(fit)
+    return EXIT_OK if fit.fits else EXIT_FAULT
+
+
+def _show(fit: Fit) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"{fit.model} ({fit.architecture}, {fit.dtype})", style="bold")
+    console.print(
+        f"{fit.total_experts} experts in {fit.num_layers} MoE layers, {fit.top_k} per token, "
+        f"{fit.expert_bytes / 1e6:.2f} MB each: {fit.store_bytes / 1e9:.2f} GB; dense weights "
+        f"{fit.dense_bytes / 1e9:.2f} GB; KV cache {fit.kv_bytes / 1e9:.2f} GB for "
+        f"{fit.context} tokens"
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    colours = {"yes": "green", "note": "yellow", "no": "bold red"}
+    for finding in fit.findings:
+        table.add_row(
+            finding.resource, f"[{colours[finding.verdict]}]{finding.verdict}[/]", finding.text
+        )
+    console.print(table)
+    console.print("It fits." if fit.fits else "It does not fit.", style="bold")

@@ -185,6 +185,8 @@ class Pair:
         )
 
 
+# A failure is shrunk for up to five minutes, and the counterexample is worth the wait.
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(num_slots=st.integers(1, 7), operations=OPERATIONS)
@@ -198,6 +200,7 @@ def test_directory_equals_the_reference_after_every_operation(
         pair.compare()
 
 
+@pytest.mark.timeout(400)
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(num_slots=st.integers(1, 7), operations=OPERATIONS)
 def test_num_reservable_is_the_number_of_reserves_that_succeed(

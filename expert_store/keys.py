@@ -207,6 +207,12 @@ def _require_all_experts(
         if numbers == wanted:
             continue
         example = parameter.sources[pattern][0].name
+        if len(set(numbers)) < len(numbers):
+            twice = next(number for number in numbers if numbers.count(number) > 1)
+            raise CheckpointError(
+                f"{checkpoint.directory}: gives expert {twice} of {parameter.path} twice, by two"
+                f" tensors like {example}; remove one of them"
+            )
         lacking = sorted(set(wanted) - set(numbers))
         if lacking:
             name = re.sub(r"(experts\.)\d+", rf"\g<1>{lacking[0]}", example)

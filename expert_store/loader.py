@@ -97,11 +97,15 @@ def load(plan: Plan, fd: int, report: Callable[[Progress], None]) -> Loaded:
     layout = plan.layout
     room = memory_room()
     require_memory(layout.total_bytes, plan.dense_bytes, room)
-    if os.fstat(fd).st_size != 0:
+    try:
+        if os.fstat(fd).st_size != 0:
+            raise CheckpointError(f"descriptor {fd}: not an empty segment; pass a new memfd")
+        size_segment(fd, layout.total_bytes)
+    except OSError as error:
         raise CheckpointError(
-            f"descriptor {fd}: not an empty segment; pass a new memfd to load into"
-        )
-    size_segment(fd, layout.total_bytes)
+            f"descriptor {fd}: not a memfd that this process inherited ({error.strerror});"
+            " pass the descriptor of a new memfd"
+        ) from error
     # Cached file pages can be dropped by the kernel, but under a tight limit it is better not to
     # let them pile up; with room to spare they make the next start fast.
     spare_bytes = room.available_bytes - layout.total_bytes - plan.dense_bytes

@@ -22,7 +22,7 @@ from expert_store.checkpoint import Checkpoint, CheckpointError, TensorEntry
 if TYPE_CHECKING:
     from expert_store.layout import Dtype
 
-PIECE_BYTES = 512 * 1024
+PIECE_BYTES = 1024 * 1024
 
 TORCH_DTYPE: dict[str, torch.dtype] = {
     "float32": torch.float32,

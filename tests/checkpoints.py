@@ -176,6 +176,39 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    # Forms that none of FAMILIES has.
+    "aria_text": {  # transposed weights without biases
+        "moe_num_experts": 8,
+        "moe_topk": 2,
+        "moe_num_shared_experts": 1,
+        "intermediate_size": 32,
+    },
+    "nemotron_h": {  # no gate, squared relu; attention, mamba and experts are layers of their own
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "layers_block_type": ["attention", "moe", "attention", "moe"],
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "minimax_m3_vl_text": {  # gpt-oss's gate on concatenated weights
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "head_dim": 16,
+    },
+    "deepseek_v4": {  # clamped gate and up
+        "n_routed_experts": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+}
+
 
 def make_checkpoint(
     family: str,
@@ -197,7 +230,8 @@ def make_checkpoint(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            config = AutoConfig.for_model(family, **{**_BASE, **FAMILIES[family], **overrides})
+            sizes = {**_BASE, **(FAMILIES | MORE_FAMILIES)[family], **overrides}
+            config = AutoConfig.for_model(family, **sizes)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             fill_weights(model, seed)
             model = model.to(getattr(torch, dtype))

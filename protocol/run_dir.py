@@ -65,6 +65,22 @@ class RunDir:
             )
         _check_private(self.path)
 
+    def remove_leftovers(self) -> None:
+        """Remove the sockets of an orchestrator that was killed; nothing while one holds the lock."""
+        try:
+            lock_fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return  # it left in order
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for name in ("control.sock", "lifeline.sock", "lock"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.path / name)
+        except OSError:
+            return  # it, or its successor, is alive
+        finally:
+            os.close(lock_fd)
+
 
 class LockedRunDir(RunDir):
     """A run directory held by this process until `close`."""

@@ -54,6 +54,8 @@ log = logging.getLogger("headrace")
 
 #: A worker that cannot leave by itself after the orchestrator's end is ended after this long.
 _GRACE_S = 3.0
+#: The kernel closes a dead orchestrator's life lines and its lock within microseconds.
+_LOCK_GRACE_S = 0.05
 _ANSWER_TIMEOUT_S = 30.0
 
 
@@ -160,6 +162,8 @@ def run_worker(
         serve(link)
     except OrchestratorGone as gone:
         log.info("leaving: %s", gone)
+        time.sleep(_LOCK_GRACE_S)
+        RunDir(run_dir).remove_leftovers()
         return EXIT_OK
     except UserError as error:
         _last_words(link, str(error), is_user_error=True)

@@ -7,8 +7,9 @@ import sys
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
+
+from orchestrator.cli.terminal import console_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,7 +33,7 @@ STAGE_TEXTS = {
 
 def spinner(text: str, *, is_shown: bool) -> contextlib.AbstractContextManager[object]:
     """A sign of life on a terminal."""
-    console = Console(stderr=True)
+    console = console_for(sys.stderr)
     if not is_shown or not console.is_terminal:
         return contextlib.nullcontext()
     return console.status(text)
@@ -48,7 +49,7 @@ def say_waiting(missing_roles: Iterable[str]) -> None:
 def show_prompt(prompt: str) -> None:
     """On a terminal the continuation follows its prompt; a file gets the continuation alone."""
     if sys.stdout.isatty() and sys.stderr.isatty():
-        Console(stderr=True, highlight=False, markup=False).print(prompt, style="bold", end="")
+        console_for(sys.stderr).print(prompt, style="bold", end="", markup=False)
 
 
 def as_json(finished: Finished, token_ids: list[int], *, has_digest: bool) -> str:
@@ -85,7 +86,7 @@ def as_json(finished: Finished, token_ids: list[int], *, has_digest: bool) -> st
 def print_table(finished: Finished) -> None:
     """The closing tables, on stderr."""
     stats = finished.stats
-    console = Console(stderr=True, highlight=False)
+    console = console_for(sys.stderr)
     console.print()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from orchestrator.cli.generate_report import STAGE_TEXTS, format_us
+from orchestrator.cli.terminal import console_for
 from orchestrator.latency_log import (
     LayerRecord,
     LogHeader,
@@ -150,7 +151,7 @@ def as_json(report: LatencyReport) -> str:
 
 def show(report: LatencyReport) -> None:
     """Tables on stdout."""
-    console = Console(highlight=False)
+    console = console_for(sys.stdout)
     demanded = report.hits + report.fills + report.cpu
     hit_rate = 100 * report.hits / demanded if demanded else 0.0
     console.print(

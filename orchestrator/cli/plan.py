@@ -85,15 +85,17 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _show(fit: Fit) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    from orchestrator.cli.terminal import console_for
+    from orchestrator.fit import format_bytes
+
+    console = console_for(sys.stdout)
     console.print(f"{fit.model} ({fit.architecture}, {fit.dtype})", style="bold")
     console.print(
         f"{fit.total_experts} experts in {fit.num_layers} MoE layers, {fit.top_k} per token, "
-        f"{fit.expert_bytes / 1e6:.2f} MB each: {fit.store_bytes / 1e9:.2f} GB; dense weights "
-        f"{fit.dense_bytes / 1e9:.2f} GB; KV cache {fit.kv_bytes / 1e9:.2f} GB for "
+        f"{format_bytes(fit.expert_bytes)} each: {format_bytes(fit.store_bytes)}; dense weights "
+        f"{format_bytes(fit.dense_bytes)}; KV cache {format_bytes(fit.kv_bytes)} for "
         f"{fit.context} tokens"
     )
     table = Table(box=None, padding=(0, 2, 0, 0))

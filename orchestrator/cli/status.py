@@ -47,13 +47,13 @@ def run_status(options: argparse.Namespace) -> int:
 
 
 def _print(status: object) -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from orchestrator.cli.terminal import console_for
     from protocol.messages import Status
 
     assert isinstance(status, Status)
-    console = Console(highlight=False)
+    console = console_for(sys.stdout)
     console.print(f"{'ready' if status.is_ready else 'not ready'}: {status.text}")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("role", "process", "state", "rate", "threads", "restarts", "memory"):

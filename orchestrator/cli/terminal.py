@@ -1,0 +1,15 @@
+"""Where tables go: as wide as the terminal, or wide enough for a file."""
+
+from __future__ import annotations
+
+from typing import IO
+
+from rich.console import Console
+
+#: Tables in a file or a pipe are not wrapped to an imagined terminal.
+_FILE_WIDTH = 160
+
+
+def console_for(stream: IO[str]) -> Console:
+    """A console on `stdout` or `stderr`, without automatic colours for numbers."""
+    return Console(file=stream, highlight=False, width=None if stream.isatty() else _FILE_WIDTH)

@@ -98,7 +98,7 @@ def plan_fit(
                 FitFinding(
                     "device memory",
                     "note",
-                    f"{slots} slots need {format_bytes(on_device_bytes)} in all; say --vram-gb to check it",
+                    f"{slots} slots need {size(on_device_bytes)} in all; say --vram-gb to check it",
                 )
             )
     if slots:
@@ -139,16 +139,16 @@ def _slots_in(
     left_bytes = vram_bytes - inspection.dense_bytes - kv_bytes - DEVICE_RESERVE_BYTES
     slots = min(max(left_bytes // layout.block_bytes, 0), layout.total_experts)
     used = (
-        f"dense weights {format_bytes(inspection.dense_bytes)}, KV cache {format_bytes(kv_bytes)} and "
-        f"{format_bytes(DEVICE_RESERVE_BYTES)} in reserve"
+        f"dense weights {size(inspection.dense_bytes)}, KV cache {size(kv_bytes)} and "
+        f"{size(DEVICE_RESERVE_BYTES)} in reserve"
     )
     if slots < 1:
         findings.append(
             FitFinding(
                 "device memory",
                 "no",
-                f"of {format_bytes(vram_bytes)}, {used} leave no room for one expert of "
-                f"{format_bytes(layout.block_bytes)}; take a larger device or a shorter --context",
+                f"of {size(vram_bytes)}, {used} leave no room for one expert of "
+                f"{size(layout.block_bytes)}; take a larger device or a shorter --context",
             )
         )
     else:
@@ -157,7 +157,7 @@ def _slots_in(
             FitFinding(
                 "device memory",
                 "yes",
-                f"{slots} slots fit in {format_bytes(vram_bytes)} ({share:.0f} % of all experts) beside "
+                f"{slots} slots fit in {size(vram_bytes)} ({share:.0f} % of all experts) beside "
                 f"{used}; start with --slots {slots}",
             )
         )
@@ -182,7 +182,7 @@ def _cliff(slots: int, num_layers: int, top_k: int, total_experts: int) -> FitFi
 
 
 def _host_memory(host_bytes: int, room: MemoryRoom) -> FitFinding:
-    numbers = f"{format_bytes(host_bytes)} needed, {room.limit_name} is {format_bytes(room.available_bytes)}"
+    numbers = f"{size(host_bytes)} needed, {room.limit_name} is {size(room.available_bytes)}"
     if host_bytes > room.available_bytes:
         return FitFinding(
             "host memory",
@@ -196,7 +196,7 @@ def _limits(
     store_bytes: int, device: str, memlock_bytes: int | None, shm: tuple[int | None, int | None]
 ) -> list[FitFinding]:
     _, shm_free_bytes = shm
-    free = "not there" if shm_free_bytes is None else f"{format_bytes(shm_free_bytes)} free"
+    free = "not there" if shm_free_bytes is None else f"{size(shm_free_bytes)} free"
     findings = [
         FitFinding(
             "/dev/shm", "yes", f"{free}; not used, since weights lie in anonymous shared memory"
@@ -205,9 +205,7 @@ def _limits(
     if memlock_bytes is None:
         findings.append(FitFinding("memlock", "yes", "unlimited"))
     elif memlock_bytes >= store_bytes:
-        findings.append(
-            FitFinding("memlock", "yes", f"{format_bytes(memlock_bytes)} may be locked")
-        )
+        findings.append(FitFinding("memlock", "yes", f"{size(memlock_bytes)} may be locked"))
     else:
         effect = (
             "fills come from memory that the device driver pins by itself, which this limit does "
@@ -219,12 +217,12 @@ def _limits(
             FitFinding(
                 "memlock",
                 "note",
-                f"{format_bytes(memlock_bytes)} may be locked, the store has {format_bytes(store_bytes)}: {effect}",
+                f"{size(memlock_bytes)} may be locked, the store has {size(store_bytes)}: {effect}",
             )
         )
     return findings
 
 
-def format_bytes(num_bytes: int) -> str:
+def size(num_bytes: int) -> str:
     """Three digits or so, decimal units."""
     return f"{num_bytes / 1e6:.2f} MB" if num_bytes < 10_000_000 else f"{num_bytes / 1e9:.2f} GB"

@@ -66,7 +66,7 @@ class RunDir:
         _check_private(self.path)
 
     def remove_leftovers(self) -> None:
-        """Remove the sockets of an orchestrator that was killed; nothing while one holds the lock."""
+        """Remove the sockets of a killed orchestrator; does nothing while one holds the lock."""
         try:
             lock_fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
         except OSError:

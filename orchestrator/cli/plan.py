@@ -88,14 +88,14 @@ def _show(fit: Fit) -> None:
     from rich.table import Table
 
     from orchestrator.cli.terminal import console_for
-    from orchestrator.fit import format_bytes
+    from orchestrator.fit import size
 
     console = console_for(sys.stdout)
     console.print(f"{fit.model} ({fit.architecture}, {fit.dtype})", style="bold")
     console.print(
         f"{fit.total_experts} experts in {fit.num_layers} MoE layers, {fit.top_k} per token, "
-        f"{format_bytes(fit.expert_bytes)} each: {format_bytes(fit.store_bytes)}; dense weights "
-        f"{format_bytes(fit.dense_bytes)}; KV cache {format_bytes(fit.kv_bytes)} for "
+        f"{size(fit.expert_bytes)} each: {size(fit.store_bytes)}; dense weights "
+        f"{size(fit.dense_bytes)}; KV cache {size(fit.kv_bytes)} for "
         f"{fit.context} tokens"
     )
     table = Table(box=None, padding=(0, 2, 0, 0))

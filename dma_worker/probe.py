@@ -6,12 +6,13 @@ its own kind; nobody's slots are touched.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from expert_kernels import probe
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dma_worker.copier import Copier
     from expert_store.layout import StoreLayout
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 NUM_SCRATCH_SLOTS = 4
 
 
-def measure_rate(copier: Copier, layout: StoreLayout, budget_s: float = probe.PROBE_S) -> float:
+def measure_rate(
+    copier: Copier, layout: StoreLayout, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Rate of `copier`, whose arena is a scratch buffer of NUM_SCRATCH_SLOTS slots."""
 
     def copy_all(keys: Sequence[tuple[int, int]]) -> None:
@@ -31,4 +34,4 @@ def measure_rate(copier: Copier, layout: StoreLayout, budget_s: float = probe.PR
                 copier.wait()
 
     batch = min(NUM_SCRATCH_SLOTS, layout.total_experts)
-    return probe.measure_rate(copy_all, layout, batch=batch, budget_s=budget_s)
+    return probe.measure_rate(copy_all, layout, batch=batch, clock=clock)

@@ -86,7 +86,8 @@ def _run(word: str, arguments: list[str]) -> int:
     holder = argparse.ArgumentParser(prog="headrace", allow_abbrev=False)
     commands = holder.add_subparsers(parser_class=SentenceParser)
     module.add_parser(commands)
-    options = holder.parse_args([word, *arguments])
+    # Its own parser, so that a complaint names the command and points to its --help.
+    options = commands.choices[word].parse_args(arguments)
     return int(options.func(options))
 
 

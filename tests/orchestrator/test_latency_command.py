@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from orchestrator.cli.main import main
 from orchestrator.latency_log import LogFile, LogHeader, WorkerRecord
 from tests.orchestrator.test_latency_log import STORY, play
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 HEADER = LogHeader(1, "demo", "float32", 2, 1, 24, 6, 24)
 

@@ -7,7 +7,7 @@ import hashlib
 import msgspec
 import pytest
 
-from orchestrator.core.events import RequestCounters, RequestDone, TokenOut
+from orchestrator.core.events import RequestCounters, RequestDone, Submit, TokenOut
 from orchestrator.requests import RequestBook, why_not_sampled
 from orchestrator.stage_times import StageTimes
 from orchestrator.text_model import TextModel
@@ -34,7 +34,7 @@ def ask(name: str = "mine", **fields: object) -> Generate:
     return Generate(RequestId(name), **{"prompt": "Hello", "max_tokens": 5, **fields})
 
 
-def accept(book: RequestBook, generate: Generate, num_restarts: int = 0):  # noqa: ANN201
+def accept(book: RequestBook, generate: Generate, num_restarts: int = 0) -> tuple[Accepted, Submit]:
     answer = book.accept(CLIENT, generate, num_restarts)
     assert not isinstance(answer, Rejected), answer.sentence
     return answer
@@ -101,7 +101,9 @@ def test_same_name_of_two_clients_is_two_requests() -> None:
     assert answer[1].request != first.request
     assert book.find(CLIENT, RequestId("mine")) == first.request
     assert set(book.clients()) == {CLIENT, b"other"}
-    assert "open already" in book.accept(CLIENT, ask(), 0).sentence
+    again = book.accept(CLIENT, ask(), 0)
+    assert isinstance(again, Rejected)
+    assert "open already" in again.sentence
 
 
 def test_room_in_the_context_bounds_the_answer() -> None:

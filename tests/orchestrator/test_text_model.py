@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -13,6 +13,9 @@ from tokenizers import Tokenizer, decoders, models
 from orchestrator.text_model import Detokenizer, TextModel
 from protocol.errors import UserError
 from tests.orchestrator.byte_model import byte_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def write_model(path: Path, **config: object) -> Path:

@@ -1,0 +1,141 @@
+"""The edges of `headrace`: what a person types wrong, and what must come quickly."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli import main as cli
+from orchestrator.cli.main import main
+
+REPO_ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ("generate", "orchestrator", "status", "latency", "plan", "doctor")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--bogus"],
+        ["generat"],
+        ["generate"],
+        ["generate", "--prompt", "x", "--slts", "1"],
+        ["generate", "--prompt", "x", "--max-tokens", "0"],
+        ["generate", "--prompt", "x", "--max-tokens", "many"],
+        ["generate", "--prompt", "x", "--temperature", "-1"],
+        ["generate", "--prompt", "x", "--temperature", "nan"],
+        ["generate", "--prompt", "x", "--seed", "-1"],
+        ["generate", "--prompt", "x", "--fill", "some"],
+        ["generate", "--prompt", "x", "--fill", "-1"],
+        ["generate", "--prompt", "x", "--device", "tpu"],
+        ["generate", "--prompt", "x", "--host-gbps", "0"],
+        ["generate", "--prompt", "x", "--cpu-workers", "-1"],
+        ["orchestrator"],
+        ["orchestrator", "--model", "x", "--prompt", "y"],
+        ["latency"],
+        ["plan"],
+        ["plan", "--model", "x", "--slots", "1", "--vram-gb", "1"],
+        ["status", "extra"],
+    ],
+)
+def test_wrong_flags_are_one_line_and_code_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("headrace")
+    assert err.count("\n") == 1
+    assert "--help" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "--prompt", "x", "--top-p", "0"], "top_p"),
+        (["generate", "--prompt", "x", "--min-p", "nan"], "min_p"),
+        (["generate", "--prompt", "x", "--slots", "4"], "--slots belongs to"),
+        (["generate", "--prompt", "x", "--run-dir", "/nowhere/at/all"], "no run directory"),
+        (["generate", "--prompt", "x", "--run-dir", "/" + 200 * "x"], "shorter --run-dir"),
+        (["status", "--run-dir", "/nowhere/at/all"], "no run directory"),
+        (["latency", "/nowhere/log"], "cannot be read"),
+    ],
+)
+def test_what_a_person_can_put_right(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_alone_it_shows_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "headrace generate --model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"headrace {command}" in capsys.readouterr().out
+
+
+def test_the_list_of_commands_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert tuple(cli._COMMANDS) == COMMANDS
+    for command in (*COMMANDS, "gpu-worker", "cpu-worker", "dma-worker"):
+        assert f"    {command}" in out
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"]])
+def test_quick_words_import_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from orchestrator.cli.main import main\n"
+        f"try: main({arguments!r})\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'msgspec', 'zmq', 'rich', 'asyncio', 'tokenizers', 'torch'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("word", ["gpu-worker", "cpu-worker", "dma-worker"])
+def test_worker_words_become_the_worker(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def execv(path: str, arguments: list[str]) -> None:
+        seen.append([path, *arguments])
+        raise SystemExit(0)
+
+    monkeypatch.setattr(cli.os, "execv", execv)
+    with pytest.raises(SystemExit):
+        main([word, "--numa-node", "0", "--bogus"])
+    package = word.replace("-", "_")
+    python = sys.executable
+    assert seen == [[python, python, "-P", "-m", package, "--numa-node", "0", "--bogus"]]
+
+
+def test_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(word: str, arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    assert main(["status"]) == 130

@@ -87,12 +87,12 @@ def resolve_model_class(checkpoint: Checkpoint) -> tuple[Any, type[nn.Module]]:
                 checkpoint.directory, local_files_only=True, trust_remote_code=False
             )
     except Exception as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         known = "does not recognize this architecture" not in str(error)
         raise UnsupportedModelError(
             f"{checkpoint.directory / 'config.json'}: "
             + (
-                f"not a valid {model_type} config: {first_line}; correct the file"
+                f"not a valid {model_type} config: {reason}; correct the file"
                 if known
                 else f"unknown architecture {model_type!r}; the installed transformers has none of"
                 " that name, so upgrade it or choose another model"

@@ -29,7 +29,7 @@ from expert_store.families import (
 )
 from expert_store.keys import ExpertParameter, KeyMap, map_keys
 from expert_store.layout import Dtype, StoreLayout, encode_header
-from expert_store.memory import memory_room, require_memory
+from expert_store.memory import WORKING_BYTES, memory_room, require_memory
 from expert_store.reading import PIECE_BYTES, TORCH_DTYPE, Copy, SourceFiles, write_all
 from expert_store.reports import Inspection, Loaded, Progress
 from expert_store.segment import size_segment
@@ -108,7 +108,8 @@ def load(plan: Plan, fd: int, report: Callable[[Progress], None]) -> Loaded:
         ) from error
     # Cached file pages can be dropped by the kernel, but under a tight limit it is better not to
     # let them pile up; with room to spare they make the next start fast.
-    spare_bytes = room.available_bytes - layout.total_bytes - plan.dense_bytes
+    used_bytes = layout.total_bytes + plan.dense_bytes + WORKING_BYTES
+    spare_bytes = room.available_bytes - used_bytes
     started = time.monotonic()
     files = SourceFiles(plan.checkpoint, drop_cache=spare_bytes < 2 * plan.total_bytes)
     try:

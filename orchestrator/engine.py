@@ -37,6 +37,8 @@ from orchestrator.core.events import (
     Withdraw,
     WorkerFault,
 )
+from orchestrator.core.planner import FillMode
+from orchestrator.core.policies import make_policy
 from orchestrator.hub import Hub, Worker
 from orchestrator.latency_log import (
     LOG_VERSION,
@@ -79,6 +81,8 @@ log = logging.getLogger("headrace")
 
 ROLES: tuple[Role, ...] = ("gpu_worker", "dma_worker", "cpu_worker")
 _TICK_S = 1.0
+#: More than any model has; the number of slots is checked again when the model is known.
+_MANY_EXPERTS = 10**12
 #: Slots and activations beside the store; what the processes themselves need is checked at loading.
 _SPARE_BYTES = 64 * 1024 * 1024
 
@@ -101,6 +105,20 @@ def run_orchestrator(settings: PipelineSettings) -> int:
     if ending.sentence:
         print(f"headrace: {ending.sentence}", file=sys.stderr, flush=True)  # noqa: T201
     return ending.exit_code
+
+
+def check_settings(settings: PipelineSettings) -> None:
+    """Find what is wrong before anything heavy begins.
+
+    Raises:
+        UserError: slots, policy or fill mode make no sense, whatever the model.
+    """
+    count_slots(settings.slots, _MANY_EXPERTS)
+    try:
+        make_policy(settings.policy)
+        FillMode.parse(settings.fill)
+    except ValueError as error:
+        raise UserError(f"The pipeline cannot run this way: {error}.") from None
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
@@ -181,7 +199,11 @@ class Engine:
 
     async def _serve(self, run_dir: LockedRunDir, stack: contextlib.ExitStack) -> None:
         settings = self._settings
+        check_settings(settings)
         self._text_model = TextModel.load(settings.model_dir, settings.max_context)
+        if settings.latency_log is not None:
+            self._log_file = LogFile(settings.latency_log)
+            stack.callback(self._log_file.close)
         weights_fd = os.memfd_create("headrace-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         stack.callback(os.close, weights_fd)
         with LoadProgress(settings.model_dir.resolve().name) as progress:
@@ -200,7 +222,7 @@ class Engine:
         self._num_slots = count_slots(settings.slots, layout.total_experts)
         self._make_core()
         segments, fds = self._make_segments(weights_fd, stack)
-        self._open_log(stack)
+        self._begin_log()
         self._status_text = "waiting for workers"
         gc.collect()
         gc.freeze()  # what exists now lives as long as the process
@@ -271,13 +293,10 @@ class Engine:
             fds.append(fd)
         return [SegmentGrant(WEIGHTS, layout.total_bytes), *made], fds
 
-    def _open_log(self, stack: contextlib.ExitStack) -> None:
-        path = self._settings.latency_log
-        if path is None:
+    def _begin_log(self) -> None:
+        if self._log_file is None:
             return
         layout = self._layout
-        self._log_file = LogFile(path)
-        stack.callback(self._log_file.close)
         self._fold = LatencyFold(self._log_file.write)
         self._log_file.write(
             LogHeader(

@@ -159,7 +159,8 @@ def layer_stages(record: LayerRecord) -> Iterator[tuple[str, int]]:
             yield stage, ended_ns - min(span.started_ns for span in spans)
             if ended_ns > parts_end_ns:
                 parts_end_ns = ended_ns
-    yield "join", record.joined_ns - parts_end_ns
+    # A device may report an end that it noticed after the sum was queued.
+    yield "join", max(record.joined_ns - parts_end_ns, 0)
     yield "layer", record.joined_ns - record.routed_ns
 
 

@@ -71,7 +71,7 @@ class RequestBook:
             tokens = self._model.encode(generate.prompt)
         else:
             tokens = list(generate.prompt_tokens)
-        sentence = self._why_wrong_length(tokens)
+        sentence = self._model.why_wrong_length(tokens)
         if sentence is not None:
             return Rejected(generate.request, sentence)
         opened = OpenRequest(client, generate, Detokenizer(self._model, tokens), num_restarts)
@@ -187,23 +187,6 @@ class RequestBook:
         if len(generate.prompt) > _MAX_PROMPT_CHARS:
             return f"The prompt has {len(generate.prompt)} characters; shorten it."
         return why_not_sampled(generate.sampling)
-
-    def _why_wrong_length(self, tokens: list[int]) -> str | None:
-        model = self._model
-        if not tokens:
-            return "The prompt is empty; give it at least one token."
-        if len(tokens) >= model.context:
-            return (
-                f"The prompt has {len(tokens)} tokens and the context holds {model.context}, "
-                "prompt and answer together; shorten the prompt."
-            )
-        for token in tokens:
-            if not 0 <= token < model.vocab_size:
-                return (
-                    f"Token {token} of the prompt is outside the model's vocabulary of "
-                    f"{model.vocab_size}; use the model's own tokenizer."
-                )
-        return None
 
 
 def why_not_sampled(sampling: SamplingParams) -> str | None:

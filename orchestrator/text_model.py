@@ -48,6 +48,11 @@ class TextModel:
         Raises:
             UserError: a file is missing or broken.
         """
+        if not model_dir.is_dir():
+            raise UserError(
+                f"There is no directory {model_dir}; --model names a Hugging Face checkpoint "
+                "directory."
+            )
         config = read_json(model_dir / "config.json")
         generation = model_dir / "generation_config.json"
         generation_config = read_json(generation) if generation.exists() else {}
@@ -62,6 +67,23 @@ class TextModel:
             eos = config.get("eos_token_id", nested.get("eos_token_id"))
         vocab_size = _first_int((config, nested), "vocab_size") or tokenizer.get_vocab_size()
         return cls(tokenizer, _token_set(eos), context, vocab_size)
+
+    def why_wrong_length(self, tokens: list[int]) -> str | None:
+        """Why a prompt of these tokens cannot be continued, or None."""
+        if not tokens:
+            return "The prompt is empty; give it at least one token."
+        if len(tokens) >= self.context:
+            return (
+                f"The prompt has {len(tokens)} tokens and the context holds {self.context}, "
+                "prompt and answer together; shorten the prompt."
+            )
+        for token in tokens:
+            if not 0 <= token < self.vocab_size:
+                return (
+                    f"Token {token} of the prompt is outside the model's vocabulary of "
+                    f"{self.vocab_size}; use the model's own tokenizer."
+                )
+        return None
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)

@@ -115,6 +115,7 @@ def run_generate(options: argparse.Namespace) -> int:
     if options.model is not None:
         from orchestrator.cli.own_pipeline import OwnPipeline
 
+        _check_prompt(options)
         arguments = ["--model", str(options.model), *pipeline_arguments(options)]
         if options.log_level is not None:
             arguments += ["--log-level", options.log_level]
@@ -234,6 +235,16 @@ def _continue(
         else:
             report.print_table(finished)
     return finished
+
+
+def _check_prompt(options: argparse.Namespace) -> None:
+    """A prompt that cannot be continued is told before a model is loaded for it."""
+    from orchestrator.text_model import TextModel
+
+    model = TextModel.load(options.model, options.max_context)
+    sentence = model.why_wrong_length(model.encode(options.prompt))
+    if sentence is not None:
+        raise UserError(sentence)
 
 
 def _sampling(options: argparse.Namespace) -> SamplingParams:

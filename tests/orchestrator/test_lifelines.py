@@ -68,7 +68,7 @@ async def said(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - nobody sets an event for it
             await asyncio.sleep(0.01)
 
 

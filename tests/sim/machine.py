@@ -92,8 +92,9 @@ class SimWorker:
         self.is_alive = True
         self.last_sent_arrives = 0
         self.last_command_arrives = 0
-        #: Nothing of it is heard after this; set at its death.
+        #: Set at its death: nothing of it is heard from then on, or nothing until then.
         self.silent_from: int | None = None
+        self.held_until = 0
 
     def ready(self) -> Ready:
         return Ready(self.epoch, self.bytes_per_s)
@@ -179,8 +180,9 @@ class SimDma(SimWorker):
 class SimCpu(SimWorker):
     role: Role = "cpu_worker"
 
-    def __init__(self, world: World, epoch: Epoch, bytes_per_s: float) -> None:
+    def __init__(self, world: World, epoch: Epoch, bytes_per_s: float, execute_ns: int) -> None:
         super().__init__(world, epoch, bytes_per_s)
+        self._execute_ns = execute_ns
         self._queue: deque[Execute] = deque()
 
     def receive(self, command: Message) -> None:
@@ -212,7 +214,7 @@ class SimCpu(SimWorker):
             if self._queue:
                 self._begin(self._queue[0], 0, [])
 
-        self.later(100, end)
+        self.later(self._execute_ns, end)
 
     def _say(self, command: Execute, experts: list[ExpertId], started: int) -> None:
         num_bytes = EXPERT_BYTES * len(experts)

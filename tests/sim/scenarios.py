@@ -57,6 +57,8 @@ def scenario(number: int) -> Scenario:
         cpu_rates=tuple(rng.choice((0.0, 10.0, 30.0, 90.0)) for _ in range(num_cpus)),
         link_rate=rng.choice((0.0, 5.0, 20.0, 100.0)),
         ran_lag=rng.choice((0, 5, 300)),
+        execute_ns=rng.choice((10, 100, 1000)),
+        message_ns=rng.choice((10, 10, 200)),
         prompts=prompts,
         max_tokens=tuple(rng.choice((1, 3, 7)) for _ in range(num_requests)),
         withdrawals={

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from orchestrator.core.events import (
+    Planned,
     RequestDone,
     Stalled,
     Submit,
@@ -38,7 +39,7 @@ from tests.sim.machine import EXPERT_BYTES, Violation
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from orchestrator.core.events import CoreCommand, CoreEvent
+    from orchestrator.core.events import CoreCommand, CoreConfig, CoreEvent
     from tests.sim.model import Answer
 
 
@@ -57,12 +58,14 @@ class Books:
 class Onlooker:
     """See the module. `answers` holds the undisturbed answer of every request."""
 
-    def __init__(self, answers: dict[str, Answer]) -> None:
+    def __init__(self, config: CoreConfig, answers: dict[str, Answer]) -> None:
+        self._config = config
         self.books = {name: Books(answer) for name, answer in answers.items()}
         self._roles: dict[int, str] = {}
         self._attached: int | None = None
         self._step: StartStep | None = None
         self._owner: str | None = None
+        self._last_step = 0
         self._layers_joined = 0
         #: Where each expert of the layer-step in progress is: "miss" or how it was placed.
         self._parts: dict[int, str] = {}
@@ -73,7 +76,9 @@ class Onlooker:
         self._unran: dict[tuple[int, int, int], int] = {}
         #: What every cpu_worker was told and has not answered: epoch, step, layer, expert.
         self._owed: set[tuple[int, int, int, int]] = set()
-        self._stalls: Counter[str] = Counter()
+        self._live: dict[str, None] = {}  # in the order of their coming
+        self._is_in_process = False
+        self._missing: str | None = None
         self._used_copies: set[int] = set()
         #: Layer-steps whose experts were not all placed at once: for want of a slot or a branch.
         self.num_waits = 0
@@ -86,8 +91,9 @@ class Onlooker:
         self._hear(event)
         for command in commands:
             self._weigh(command)
-        if isinstance(event, Routed) and self._parts:
-            self._check_decision(event)
+        if isinstance(event, Routed):
+            self._check_decision(event, commands)
+        self._check_stall(commands)
 
     # ---- events ----
 
@@ -95,7 +101,8 @@ class Onlooker:
         match event:
             case WorkerJoined():
                 self._roles[event.epoch] = event.role
-                self._stalls.clear()
+                if event.arena is not None:
+                    self._is_in_process = event.arena.kind == "in_process"
             case WorkerLost():
                 self._lost(event.epoch)
             case Withdraw():
@@ -123,10 +130,9 @@ class Onlooker:
                 _require(self._step is not None, "a step is done that nobody started")
                 self._step = None
             case Submit():
-                pass
+                self._live[event.request] = None
 
     def _lost(self, epoch: int) -> None:
-        self._stalls.clear()
         role = self._roles.pop(epoch, None)
         self._owed = {owed for owed in self._owed if owed[0] != epoch}
         if role == "gpu_worker":
@@ -172,25 +178,35 @@ class Onlooker:
                 self._token(command)
             case RequestDone():
                 self._done(command)
-            case Stalled():
-                self._stalls[command.missing_role] += 1
-                _require(self._stalls[command.missing_role] == 1, "a stall is said twice")
-                _require(command.missing_role not in self._roles.values(), "nobody is missing")
 
     def _start(self, command: StartStep) -> None:
         _require(self._step is None, "two steps are in flight")
+        _require(command.step > self._last_step, "a step id is used twice")
+        self._last_step = command.step
         _require(self._roles[command.epoch] == "gpu_worker", "a step for another role")
         _require(not self._parts and not self._executing, "a step starts within another")
         _require(not self._owed, "a step starts while a cpu_worker works for a void one")
+        before = self._owner
         if command.start == 0:
             self._owner = request_of(command.tokens[0])
+            self._begun(self._owner)
             self.books[self._owner].sequence = command.sequence
         else:
             self._owner = next(
                 name for name, books in self.books.items() if books.sequence == command.sequence
             )
+        active = list(self._live)[: self._config.max_num_seqs]
+        others = [name for name in active if name != before]
+        _require(self._owner != before or not others, f"{before} takes the turn of {others}")
         _require(not self.books[self._owner].is_withdrawn, "a withdrawn request goes on")
         self._step, self._layers_joined = command, 0
+
+    def _begun(self, name: str) -> None:
+        """Requests begin in the order in which they came."""
+        for other in self._live:
+            if other == name:
+                return
+            _require(self.books[other].sequence is not None, f"{name} begins before {other}")
 
     def _copy(self, command: Copy) -> None:
         slot, key = command.slot, (command.layer, command.expert)
@@ -236,13 +252,42 @@ class Onlooker:
             self._parts = {}
             self._layers_joined += 1
 
-    def _check_decision(self, event: Routed) -> None:
+    def _check_decision(self, event: Routed, commands: Sequence[CoreCommand]) -> None:
         """After the decision every resident expert runs; the rest is placed, or has to wait."""
-        waiting = [expert for expert, place in self._parts.items() if place == "miss"]
+        parts = self._parts
+        waiting = [expert for expert, place in parts.items() if place == "miss"]
         for expert in waiting:
             key = (event.layer, expert)
             _require(key not in self._slots.values(), f"{key} is resident and not run")
         self.num_waits += bool(waiting)
+        if "cpu_worker" in self._roles.values():
+            mode = self._config.fill_mode
+            _require(mode == "all" or not waiting, "a miss waits though the CPU could run it")
+            _require(mode != "none" or "copying" not in parts.values(), "a fill in mode none")
+            if mode == "all" and self._has_link():
+                _require("executing" not in parts.values(), "the CPU runs an expert in mode all")
+        plans = [command for command in commands if isinstance(command, Planned)]
+        _require(len(plans) == self._config.report_plans, f"{len(plans)} plans are reported")
+        for plan in plans:
+            for said, place in ((plan.hits, "hit"), (plan.cpu, "executing")):
+                seen = [expert for expert in event.experts if parts.get(expert, "hit") == place]
+                _require(said == seen, f"planned {place} are {said}, seen were {seen}")
+
+    def _check_stall(self, commands: Sequence[CoreCommand]) -> None:
+        """A stall is said when it begins, and then no more."""
+        said = [command.missing_role for command in commands if isinstance(command, Stalled)]
+        before, self._missing = self._missing, None
+        roles = self._roles.values()
+        if "gpu_worker" not in roles:
+            self._missing = "gpu_worker" if self._live else None
+        elif "miss" in self._parts.values() and "cpu_worker" not in roles and not self._has_link():
+            self._missing = "dma_worker"
+        is_new = self._missing is not None and self._missing != before
+        _require(said == [self._missing] * is_new, f"stalls {said}, but {self._missing} is missing")
+
+    def _has_link(self) -> bool:
+        roles = self._roles.values()
+        return "gpu_worker" in roles and (self._is_in_process or "dma_worker" in roles)
 
     def _token(self, command: TokenOut) -> None:
         books = self.books[command.request]
@@ -260,7 +305,7 @@ class Onlooker:
         books = self.books[command.request]
         _require(books.done is None, f"{command.request} ends twice")
         books.done = command
-        self._stalls.clear()  # with nothing left to wait for, a stall ends too
+        self._live.pop(command.request, None)
         answer = books.answer
         if books.is_withdrawn:
             _require(command.reason == "cancelled", f"a withdrawn request ends as {command.reason}")

@@ -4,7 +4,7 @@ A heap of (time, number, action) is all there is of time. Messages are real fram
 codec; those between one worker and the core stay in order, those of different workers race. Workers
 die at random moments, several at once if it so happens, and others take their place some time
 later. What a dead worker had sent may still arrive, even after its death is known, or may not.
-Every event is now and then told twice.
+Every event is now and then told twice, or told of a worker that never was.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import heapq
 import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from orchestrator.core.core import Core
 from orchestrator.core.events import (
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
     from orchestrator.core.events import CoreEvent
 
+NOBODY = Epoch(0)
 MAX_EVENTS = 60_000
 _from_worker = to_orchestrator()
 _to_worker = to_worker()
@@ -58,6 +61,10 @@ class Scenario:
     link_rate: float
     #: ns by which `Ran` may come late.
     ran_lag: int
+    #: ns that a cpu_worker needs for an expert.
+    execute_ns: int
+    #: ns that a message is on its way.
+    message_ns: int
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: tuple[int, ...]
     #: Which requests are withdrawn, and how long after their coming.
@@ -110,6 +117,7 @@ class Simulation:
         self._arenas: dict[bytes, list[Slot]] = {}
         self._requests = self._make_requests()
         self.onlooker = Onlooker(
+            config,
             {
                 submit.request: undisturbed(
                     self.model,
@@ -121,7 +129,7 @@ class Simulation:
                     config.max_sequence_tokens,
                 )
                 for submit in self._requests
-            }
+            },
         )
         self._seats = [Seat("gpu_worker", 0.0), Seat("dma_worker", scenario.link_rate)]
         self._seats += [Seat("cpu_worker", rate) for rate in scenario.cpu_rates]
@@ -172,12 +180,15 @@ class Simulation:
         return self._arenas[arena.handle]
 
     def from_worker(self, worker: SimWorker, message: Message) -> None:
-        arrives = max(self.now + self.latency(10), worker.last_sent_arrives)
+        arrives = max(self.now + self.latency(self.scenario.message_ns), worker.last_sent_arrives)
         worker.last_sent_arrives = arrives
         frame = encode(message)
 
         def arrive() -> None:
             if worker.silent_from is not None and self.now >= worker.silent_from:
+                return
+            if self.now < worker.held_until:
+                self.after(worker.held_until - self.now, arrive)
                 return
             is_known = self._workers.get(worker.epoch) is worker
             self._tell(_from_worker.decode(frame), is_stale=not is_known)  # type: ignore[arg-type]
@@ -187,6 +198,9 @@ class Simulation:
     # ---- the shell's part ----
 
     def _tell(self, event: CoreEvent, *, is_stale: bool = False) -> None:
+        if not is_stale and isinstance(event, Message) and self._has_luck():
+            # The same from nobody: right in all but the epoch, and ahead of the true one.
+            self._tell(msgspec.structs.replace(event, epoch=NOBODY), is_stale=True)  # type: ignore[call-arg]
         commands = self.core.handle(event)
         self.core.check()
         self.story.events.append(event)
@@ -196,8 +210,11 @@ class Simulation:
         for command in commands:
             if isinstance(command, Message):
                 self._carry(command)
-        if not is_stale and self.rng.random() < self.scenario.repeat_chance:
+        if not is_stale and self._has_luck():
             self.after(self.latency(200), lambda: self._repeat(event))
+
+    def _has_luck(self) -> bool:
+        return self.rng.random() < self.scenario.repeat_chance
 
     def _repeat(self, event: CoreEvent) -> None:
         if isinstance(event, Submit) and self.onlooker.books[event.request].done is not None:
@@ -206,7 +223,9 @@ class Simulation:
 
     def _carry(self, command: Message) -> None:
         worker = self._workers[command.epoch]  # type: ignore[attr-defined]
-        arrives = max(self.now + self.latency(10), worker.last_command_arrives)
+        arrives = max(
+            self.now + self.latency(self.scenario.message_ns), worker.last_command_arrives
+        )
         worker.last_command_arrives = arrives
         frame = encode(command)
 
@@ -232,7 +251,7 @@ class Simulation:
             case "dma_worker":
                 worker = SimDma(self, epoch, seat.bytes_per_s)
             case _:
-                worker = SimCpu(self, epoch, seat.bytes_per_s)
+                worker = SimCpu(self, epoch, seat.bytes_per_s, self.scenario.execute_ns)
         seat.worker = worker
 
         def join() -> None:
@@ -241,7 +260,7 @@ class Simulation:
             self._workers[epoch] = worker
             self._tell(WorkerJoined(epoch, worker.role, ready.bytes_per_s, ready.arena))
 
-        worker.later(self.rng.choice((100, 2000)), join)
+        worker.later(self.rng.choice((10, 100, 2000)), join)
 
     def _new_arena(self, epoch: Epoch) -> Arena:
         num_slots = self.scenario.config.num_slots
@@ -262,7 +281,8 @@ class Simulation:
         self.story.num_deaths += 1
         worker.is_alive = False
         seat.worker = None
-        worker.silent_from = self.now + self.rng.choice((0, 5, 5000))
+        worker.silent_from = self.now + self.rng.choice((0, 5, 5000, 5000))
+        worker.held_until = self.now + self.rng.choice((0, 0, 500, 3000))
 
         def lost() -> None:
             self._workers.pop(worker.epoch, None)
@@ -272,7 +292,7 @@ class Simulation:
                     WorkerJoined(worker.epoch, worker.role, 1.0, worker.ready().arena),
                     is_stale=True,
                 )
-            self.after(self.latency(1000), lambda: self._start(seat))
+            self.after(self.latency(self.rng.choice((5, 1000))), lambda: self._start(seat))
 
         self.after(self.latency(30), lost)
 

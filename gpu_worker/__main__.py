@@ -15,10 +15,10 @@ from protocol.worker_flags import worker_parser
 from protocol.worker_life import run_worker
 
 _DESCRIPTION = """\
-Runs the dense half of the model (attention, norms, routers, shared experts, sampler) and the experts
-that are resident in its slots. It joins the orchestrator that waits in the run directory and leaves
-with it. Stop it, kill it, start another in its place at any time: running requests go on with the
-same tokens once the new one has loaded.
+Runs the dense half of the model (attention, norms, routers, shared experts, sampler) and the
+experts that are resident in its slots. It joins the orchestrator that waits in the run directory
+and leaves with it. Stop it, kill it, start another in its place at any time: running requests go
+on with the same tokens once the new one has loaded.
 """
 _EPILOG = """\
 Model, dtype and number of slots come from the orchestrator. Start that first:

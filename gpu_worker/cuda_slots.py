@@ -9,7 +9,8 @@ CUDA IPC does not exist everywhere (WSL2, MIG, some containers). There the arena
 copy from memory that could not be pinned, which blocks its caller, never blocks the model.
 
 Order between a copy and a kernel that reads the slot: the copy has been seen complete by a CPU
-before the orchestrator hears `Copied`, hence before it says `Run`; work launched after that sees it.
+before the orchestrator hears `Copied`, hence before it says `Run`; what is launched after that
+sees it.
 Order the other way round: `Ran` is sent after the stream has passed the last read.
 """
 
@@ -21,11 +22,12 @@ import queue
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
+from expert_kernels.cuda_copy import PinnedStore
 from expert_kernels.cuda_runtime import CudaError, CudaRuntime, CudaUnavailable
 from expert_store.segment import StoreView
 from gpu_worker.rows import CudaStream, DeviceRows
@@ -48,23 +50,6 @@ log = logging.getLogger("headrace.gpu_worker")
 #: The driver hands out memory in pieces of this size; a whole number of them shares none of its
 #: pieces with other allocations, so the handle exports the arena and nothing else.
 _ALLOCATION_UNIT_BYTES = 2 << 20
-#: One registration of more than this fails on some drivers, and holds others up for long.
-_MAX_REGISTER_BYTES = 16 << 30
-
-
-class ArenaRuntime(Protocol):
-    """What of expert_kernels.cuda_runtime.CudaRuntime is used here."""
-
-    def set_device(self, device: int) -> None: ...
-    def device_uuid(self, device: int) -> str: ...
-    def malloc(self, num_bytes: int) -> int: ...
-    def free(self, pointer: int) -> None: ...
-    def ipc_get_handle(self, pointer: int) -> bytes: ...
-    def host_register(self, address: int, num_bytes: int) -> None: ...
-    def stream_create(self) -> int: ...
-    def stream_destroy(self, stream: int) -> None: ...
-    def stream_synchronize(self, stream: int) -> None: ...
-    def copy_to_device(self, target: int, source: int, num_bytes: int, stream: int) -> None: ...
 
 
 class DeviceBytes:
@@ -91,7 +76,7 @@ class CudaSlots:
     """
 
     def __init__(
-        self, runtime: ArenaRuntime, num_slots: int, function: ExpertFunction, device_index: int
+        self, runtime: CudaRuntime, num_slots: int, function: ExpertFunction, device_index: int
     ) -> None:
         slot_bytes = function.layout.block_bytes
         num_bytes = num_slots * slot_bytes
@@ -152,7 +137,7 @@ class InProcessCopier:
 
     def __init__(
         self,
-        runtime: ArenaRuntime,
+        runtime: CudaRuntime,
         device_index: int,
         layout: StoreLayout,
         source: int,
@@ -248,8 +233,10 @@ def set_up_cuda(
         raise UserError(f"CUDA cannot be used: {error}.") from None
     runtime.set_device(index)
     activations = torch.frombuffer(memory, dtype=torch.uint8)
-    size_bytes = activations.numel()
-    register(runtime, activations.data_ptr(), size_bytes, size_bytes, "the activation segment")
+    try:
+        runtime.host_register(activations.data_ptr(), activations.numel())
+    except CudaError as error:
+        log.warning("rows cross to the device unpinned, a little slower: %s", error)
     slots = CudaSlots(runtime, link.setup.num_slots, function, index)
     rows = DeviceRows(views, function, slots, device, CudaStream(device))
     if slots.arena.kind != "in_process":
@@ -259,40 +246,6 @@ def set_up_cuda(
     layout = store.layout
     source = torch.frombuffer(store.memory, dtype=torch.uint8).data_ptr()
     link.progress(1, 2, "pinning the expert store")
-    register(
-        runtime,
-        source + layout.blocks_offset_bytes,
-        layout.total_bytes - layout.blocks_offset_bytes,
-        layout.block_bytes,
-        "the expert store",
-    )
+    PinnedStore(runtime, source, layout, fd)  # until the process ends
     copier = InProcessCopier(runtime, index, layout, source, slots.base, link.setup.num_slots)
     return slots, rows, copier
-
-
-def register(
-    runtime: ArenaRuntime, address: int, num_bytes: int, unit_bytes: int, what: str
-) -> int:
-    """Pin memory of this process, piece by piece; returns the bytes that are pinned.
-
-    Pieces are whole numbers of `unit_bytes`: a copy must not cross the border of two.
-
-    Memory that cannot be pinned (WSL2 sets a limit) still works, slower: said once, not an error.
-    """
-    pinned_bytes = 0
-    while pinned_bytes < num_bytes:
-        piece_bytes = max(1, _MAX_REGISTER_BYTES // unit_bytes) * unit_bytes
-        piece_bytes = min(piece_bytes, num_bytes - pinned_bytes)
-        try:
-            runtime.host_register(address + pinned_bytes, piece_bytes)
-        except CudaError as error:
-            log.warning(
-                "only %d of %d bytes of %s are pinned, copies of the rest are slower: %s",
-                pinned_bytes,
-                num_bytes,
-                what,
-                error,
-            )
-            break
-        pinned_bytes += piece_bytes
-    return pinned_bytes

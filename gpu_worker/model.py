@@ -8,8 +8,8 @@ taken from it: the weights of the routed experts, and the work that they do.
   happens on the meta device. The loader reads only tensors that the model has a place for, so
   expert weights are neither allocated nor read.
 - transformers hands every experts module's work to a function registered by name
-  (ExpertsInterface). Ours passes it to the layer exchange, with the layer's number: the n-th experts
-  module in module order is MoE layer n, the same count that the expert store uses.
+  (ExpertsInterface). Ours passes it to the layer exchange, with the layer's number: the n-th
+  experts module in module order is MoE layer n, the same count that the expert store uses.
 """
 
 from __future__ import annotations

@@ -1,16 +1,21 @@
-"""A pipeline of one: a real gpu_worker process and, in the test, everything around it.
+"""A pipeline of one: a gpu_worker and, in the test, everything around it.
 
 `TinyStore` puts the experts of a small transformers model into a segment, as the loader would.
 `Pipeline` grants the segments, speaks the protocol and plays the orchestrator: by default every
 expert is resident in the slot with its block's number, and every layer is answered with one `Run`.
+The worker is a real process, or, where the process is not what is tested, its `serve` in a thread
+of the test: that saves the seconds that importing transformers takes.
 """
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
+import queue
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +28,12 @@ from expert_kernels.reference import ExpertFunction
 from expert_kernels.step_rows import ActivationViews, StepRows, as_tensor, run_expert
 from expert_store.layout import ExpertForm, StoreLayout, encode_header, make_layout
 from expert_store.segment import StoreView, create_segment, size_segment
+from gpu_worker.worker import serve
 from protocol.codec import encode, to_orchestrator
+from protocol.errors import OrchestratorGone, UserError
 from protocol.lifeline import Grant, SegmentGrant, listen, send_grant
 from protocol.messages import (
+    Arena,
     Failed,
     Hello,
     Progress,
@@ -43,6 +51,7 @@ from protocol.run_dir import LockedRunDir
 from protocol.step_segment import ACTIVATIONS, ARENA, WEIGHTS, activation_grant
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
@@ -208,6 +217,7 @@ class Pipeline:
         dtype: str = "float32",
         *,
         max_rows: int = 32,
+        in_process: bool = True,
         environment: dict[str, str] | None = None,
         store_model: Any = None,
         device: str = "cpu",
@@ -218,17 +228,8 @@ class Pipeline:
         self.answer: Callable[[Pipeline, Routed], None] = run_all
         self.routed: list[Routed] = []
         self.others: list[Any] = []
-        self.stderr_path = path / "stderr"
         self._num_steps = 0
         self.epoch = 7
-        self.run_dir = LockedRunDir(path / "r")
-        self._listener = listen(self.run_dir)
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.set(zmq.LINGER, 0)
-        self._router.bind(self.run_dir.control_endpoint)
-        self._decoder = to_orchestrator()
-        self._identity = b""
         layout = self.layout
         activations = activation_grant(max_rows, layout.top_k, layout.form.hidden_size, dtype)
         arena_bytes = layout.total_experts * layout.block_bytes
@@ -256,47 +257,30 @@ class Pipeline:
             max_sequence_tokens=200,
             digest_logits=True,
         )
-        environment = environment or dict(os.environ)
-        with self.stderr_path.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "gpu_worker", "--run-dir", str(self.run_dir.path)],
-                cwd=REPO_ROOT,
-                env=environment,
-                stderr=stderr,
-            )
+        segments = list(zip(self._grants, self._fds, strict=True))
+        self.worker: ProcessWorker | ThreadWorker
+        if in_process:
+            self.worker = ThreadWorker(self.epoch, self.setup, segments)
+        else:
+            self.worker = ProcessWorker(path, environment)
         try:
-            self._welcome()
+            self.worker.join(self.epoch, self.setup, segments)
+            self.progress: list[Progress] = []
+            while isinstance(event := self.receive(), Progress):
+                self.progress.append(event)
+            if isinstance(event, Failed):
+                raise WorkerFailed(event)
+            assert isinstance(event, Ready)
+            self.ready = event
         except BaseException:
             self.close()
             raise
 
-    def _welcome(self) -> None:
-        self._listener.settimeout(TIMEOUT_S)
-        self._lifeline, _ = self._listener.accept()
-        send_grant(self._lifeline, Grant("secret", self._grants), self._fds)
-        hello = self.receive()
-        assert isinstance(hello, Hello)
-        assert hello.token == "secret"
-        assert hello.pid == self.process.pid
-        self.send(Welcome(self.epoch, self.setup))
-        self.progress: list[Progress] = []
-        while isinstance(event := self.receive(), Progress):
-            self.progress.append(event)
-        if isinstance(event, Failed):
-            raise WorkerFailed(event)
-        assert isinstance(event, Ready)
-        self.ready = event
-
     def send(self, message: Any) -> None:
-        self._router.send_multipart((self._identity, encode(message)))
+        self.worker.send(message)
 
     def receive(self) -> Any:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not self._router.poll(200):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"no event: {self.stderr_path.read_text()}")
-        self._identity, frame = self._router.recv_multipart()
-        return self._decoder.decode(frame)
+        return self.worker.receive()
 
     def step(
         self,
@@ -370,27 +354,152 @@ class Pipeline:
 
     def close(self) -> None:
         """Tell the worker to leave and see that it does."""
-        if self.process.poll() is None and self._identity:
-            self.send(Shutdown(self.epoch, "the test is over"))
-        try:
-            self.process.wait(10 if self._identity else 0.1)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        if hasattr(self, "_lifeline"):
-            self._lifeline.close()
-        self._listener.close()
-        self._router.close(0)
-        self._context.term()
+        self.exit_code = self.worker.close(Shutdown(self.epoch, "the test is over"))
+        self.store.close()
         for fd in self._fds:
             os.close(fd)
-        self.run_dir.close()
 
     def __enter__(self) -> Pipeline:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class ProcessWorker:
+    """`python -m gpu_worker`, spoken to over the real sockets."""
+
+    def __init__(self, path: Path, environment: dict[str, str] | None) -> None:
+        self._stderr_path = path / "stderr"
+        self._run_dir = LockedRunDir(path / "r")
+        self._listener = listen(self._run_dir)
+        self._lifeline: socket.socket | None = None
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.set(zmq.LINGER, 0)
+        self._router.bind(self._run_dir.control_endpoint)
+        self._decoder = to_orchestrator()
+        self._identity = b""
+        with self._stderr_path.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "gpu_worker", "--run-dir", str(self._run_dir.path)],
+                cwd=REPO_ROOT,
+                env=environment or dict(os.environ),
+                stderr=stderr,
+            )
+
+    def join(
+        self, epoch: int, setup: WorkerSetup, segments: list[tuple[SegmentGrant, int]]
+    ) -> None:
+        self._listener.settimeout(TIMEOUT_S)
+        self._lifeline, _ = self._listener.accept()
+        grants, fds = zip(*segments, strict=True)
+        send_grant(self._lifeline, Grant("secret", list(grants)), list(fds))
+        hello = self.receive()
+        assert isinstance(hello, Hello)
+        assert hello.token == "secret"
+        assert hello.pid == self.process.pid
+        self.send(Welcome(epoch, setup))
+
+    def send(self, message: Any) -> None:
+        self._router.send_multipart((self._identity, encode(message)))
+
+    def receive(self) -> Any:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not self._router.poll(200):
+            if self.process.poll() is not None or time.monotonic() > deadline_s:
+                raise AssertionError(f"no event: {self.stderr()}")
+        self._identity, frame = self._router.recv_multipart()
+        return self._decoder.decode(frame)
+
+    def stderr(self) -> str:
+        return self._stderr_path.read_text()
+
+    def close(self, shutdown: Shutdown) -> int:
+        if self.process.poll() is None and self._identity:
+            self.send(shutdown)
+        try:
+            self.process.wait(20 if self._identity else 0.1)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self._lifeline is not None:
+            self._lifeline.close()
+        self._listener.close()
+        self._router.close(0)
+        self._context.term()
+        self._run_dir.close()
+        return self.process.returncode
+
+
+class ThreadWorker:
+    """`serve` in a thread; also what it takes for its WorkerLink."""
+
+    def __init__(
+        self, epoch: int, setup: WorkerSetup, segments: list[tuple[SegmentGrant, int]]
+    ) -> None:
+        self.epoch = epoch
+        self.setup = setup
+        self._segments = {grant.name: (fd, grant) for grant, fd in segments}
+        self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve)
+        self.exit_code = -1
+
+    def join(self, *_: Any) -> None:
+        self._thread.start()
+
+    def _serve(self) -> None:
+        torch.set_num_threads(1)
+        try:
+            serve(self)
+        except OrchestratorGone:
+            self.exit_code = 0
+        except UserError as error:
+            self._events.put(Failed(self.epoch, str(error), is_user_error=True))
+            self.exit_code = 2
+        except Exception as error:
+            self._events.put(Failed(self.epoch, f"{type(error).__name__}: {error}"))
+            self.exit_code = 1
+        finally:
+            gc.unfreeze()  # a process of its own would end here
+
+    def send(self, message: Any) -> None:
+        """Of a command by the test, of an event by the worker."""
+        is_event = threading.current_thread() is self._thread
+        (self._events if is_event else self._commands).put(message)
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """Of a command by the worker, of an event by the test."""
+        if threading.current_thread() is not self._thread:
+            return self._events.get(timeout=TIMEOUT_S)
+        try:
+            command = self._commands.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(command, Shutdown):
+            raise OrchestratorGone(command.reason)
+        return command
+
+    def segment(self, name: str) -> tuple[int, SegmentGrant]:
+        return self._segments[name]
+
+    def map_segment(self, name: str, *, is_writable: bool) -> tuple[mmap.mmap, SegmentGrant]:
+        fd, grant = self._segments[name]
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+        return mmap.mmap(fd, grant.num_bytes, mmap.MAP_SHARED, access), grant
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        self.send(Progress(self.epoch, done, total, text))
+
+    def ready(self, bytes_per_s: float = 0.0, arena: Arena | None = None) -> None:
+        self.send(Ready(self.epoch, bytes_per_s, arena))
+
+    def close(self, shutdown: Shutdown) -> int:
+        self._commands.put(shutdown)
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive()
+        return self.exit_code
 
 
 class WorkerFailed(AssertionError):

@@ -1,4 +1,4 @@
-"""A real gpu_worker decodes; the test holds its hand. The reference is transformers' own model."""
+"""The gpu_worker decodes; the test holds its hand. The reference is transformers' own model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from protocol.messages import Ran, Routed, SamplingParams
+from protocol.messages import Arena, Ran, Routed, SamplingParams
 from tests.gpu_worker.pipeline import FAMILIES, Pipeline, make_model
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-pytestmark = pytest.mark.process
 
 PROMPT = [5, 17, 3, 42, 8, 77, 21, 9, 60, 33, 12, 2, 58]
 
@@ -37,7 +35,21 @@ def test_greedy_tokens_equal_transformers_generate(family: str, tmp_path: Path) 
     with Pipeline(tmp_path, model) as pipeline:
         tokens, _ = pipeline.generate(PROMPT, 32)
     assert tokens == expected
-    assert pipeline.process.returncode == 0
+    assert pipeline.exit_code == 0
+
+
+@pytest.mark.process
+def test_a_real_process_decodes_the_same_and_leaves_in_order(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe")
+    with Pipeline(tmp_path, model, in_process=False) as pipeline:
+        tokens, _ = pipeline.generate(PROMPT, 32)
+        assert pipeline.ready.arena == Arena(
+            "shared", pipeline.layout.total_experts, pipeline.layout.block_bytes
+        )
+        assert pipeline.progress
+    assert tokens == reference_tokens(model, PROMPT, 32)
+    assert pipeline.exit_code == 0
+    assert "Traceback" not in pipeline.worker.stderr()
 
 
 def _one_by_one(pipeline: Pipeline, routed: Routed) -> None:

@@ -78,6 +78,7 @@ class Scheduler:
         "_active",
         "_last_sequence",
         "_last_step",
+        "_last_turn",
         "_live",
         "_max_num_seqs",
         "_max_rows",
@@ -101,6 +102,7 @@ class Scheduler:
         self._active: deque[Live] = deque()  # next turn first
         self._last_sequence = 0
         self._last_step = 0
+        self._last_turn: Live | None = None
         self.flight: Flight | None = None
 
     @property
@@ -161,8 +163,9 @@ class Scheduler:
             self._active.append(self._waiting.popleft())
         if not self._active:
             return None
-        live = self._active[0]
-        self._active.rotate(-1)
+        if self._active[0] is self._last_turn:
+            self._active.rotate(-1)  # only now: who came in meanwhile goes before it
+        live = self._last_turn = self._active[0]
         start, num_prompt = live.num_cached, live.num_prompt
         end = min(start + self._max_rows, num_prompt) if start < num_prompt else start + 1
         wants_token = end == len(live.tokens)

@@ -101,6 +101,7 @@ class Lifeline:
         Raises:
             UserError: no orchestrator there.
             OrchestratorGone: it went away before it granted anything.
+            ProtocolError: what it sent is no grant.
         """
         deadline = time.monotonic() + wait_s
         while True:
@@ -119,8 +120,14 @@ class Lifeline:
                         "--model DIR` first, or name its --run-dir."
                     ) from None
                 time.sleep(0.05)
-        grant, fds = _receive_grant(connection)
-        return cls(connection, grant, fds)
+        fds: list[int] = []
+        try:
+            return cls(connection, _receive_grant(connection, fds), fds)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            connection.close()
+            raise
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -141,10 +148,11 @@ class Lifeline:
         self._connection.close()
 
 
-def _receive_grant(connection: socket.socket) -> tuple[Grant, list[int]]:
+def _receive_grant(connection: socket.socket, fds: list[int]) -> Grant:
+    """The grant; descriptors are added to `fds` as they come, so that none is lost on an error."""
     data = b""
-    fds: list[int] = []
-    while len(data) < _LENGTH.size or len(data) < _LENGTH.size + _LENGTH.unpack_from(data)[0]:
+    size_bytes = _LENGTH.size
+    while len(data) < size_bytes:
         try:
             chunk, new_fds, _, _ = socket.recv_fds(connection, _MAX_GRANT_BYTES, _MAX_SEGMENTS)
         except OSError:
@@ -153,7 +161,16 @@ def _receive_grant(connection: socket.socket) -> tuple[Grant, list[int]]:
         data += chunk
         if not chunk:
             raise OrchestratorGone("the orchestrator left before it handed out its memory")
-        if len(data) >= _LENGTH.size and _LENGTH.unpack_from(data)[0] > _MAX_GRANT_BYTES:
+        if len(data) >= _LENGTH.size:
+            size_bytes = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+        if size_bytes > _LENGTH.size + _MAX_GRANT_BYTES:
             raise ProtocolError("the life line sent a grant over its size limit")
-    grant = msgspec.msgpack.decode(data[_LENGTH.size :], type=Grant)
-    return grant, fds
+    try:
+        grant = msgspec.msgpack.decode(data[_LENGTH.size :], type=Grant)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"the life line sent no valid grant: {error}") from None
+    if len(grant.segments) != len(fds):
+        raise ProtocolError(
+            f"the life line granted {len(grant.segments)} segments with {len(fds)} descriptors"
+        )
+    return grant

@@ -66,8 +66,9 @@ class ModelShape:
     top_k: int
 
     @property
-    def family(self) -> str:
-        return f"{self.model_class.__name__} ({self.config.model_type})"
+    def text_config(self) -> Any:
+        """Where the sizes of the language model are; ``config`` itself for text-only models."""
+        return self.config.get_text_config()
 
     def is_expert_parameter(self, name: str) -> bool:
         """True when the parameter belongs to a routed expert, not to the dense half."""
@@ -144,14 +145,14 @@ def read_model_shape(checkpoint: Checkpoint) -> ModelShape:
             for path, module in found
         ),
         form=forms[0],
-        top_k=_top_k(config, family),
+        top_k=_top_k(config.get_text_config(), family),
     )
 
 
 def choose_dtype(shape: ModelShape, checkpoint: Checkpoint, wanted: str) -> Dtype:
     """``wanted``, or for "auto" the config's dtype, or else that of most bytes on disk."""
     if wanted == "auto":
-        stated = getattr(shape.config, "dtype", None)
+        stated = getattr(shape.config, "dtype", None) or getattr(shape.text_config, "dtype", None)
         if stated is not None:
             wanted = str(stated).removeprefix("torch.")
         else:

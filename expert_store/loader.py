@@ -74,11 +74,11 @@ class Plan:
         )
 
     def inspection(self) -> Inspection:
-        config = self.shape.config
+        config = self.shape.text_config
         return Inspection(
             layout=self.layout,
             architecture=self.shape.model_class.__name__,
-            model_type=config.model_type,
+            model_type=self.shape.config.model_type,
             num_hidden_layers=config.num_hidden_layers,
             vocab_size=config.vocab_size,
             context_length=getattr(config, "max_position_embeddings", None),

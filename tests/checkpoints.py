@@ -28,7 +28,7 @@ SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
 BOS_ID, EOS_ID, PAD_ID = range(NUM_BYTES, NUM_BYTES + 3)
 VOCAB_SIZE = 272
 
-_BASE = {
+BASE = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -230,7 +230,7 @@ def make_checkpoint(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            sizes = {**_BASE, **(FAMILIES | MORE_FAMILIES)[family], **overrides}
+            sizes = {**BASE, **(FAMILIES | MORE_FAMILIES)[family], **overrides}
             config = AutoConfig.for_model(family, **sizes)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             fill_weights(model, seed)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.moe import use_experts_implementation
 
 from expert_store.checkpoint import Checkpoint, open_checkpoint
@@ -22,8 +22,9 @@ from expert_store.gates import (
     is_experts,
     prove_form,
 )
+from expert_store.loader import Plan
 from expert_store.segment import StoreView
-from tests.checkpoints import FAMILIES, MORE_FAMILIES
+from tests.checkpoints import BASE, FAMILIES, MORE_FAMILIES, fill_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,6 +106,28 @@ def test_bfloat16_blocks_equal_too(
     directory = checkpoint_of(family, dtype="bfloat16")
     assert load_into(directory).dtype == "bfloat16"
     assert_store_equals_model(segment, directory)
+
+
+def test_the_text_half_of_a_multimodal_model(
+    tmp_path: Path, load_into: Callable[..., StoreLayout], segment: int
+) -> None:
+    """Its text model is loaded; the tensors of its eyes are left where they are."""
+    text = {**BASE, **FAMILIES["qwen3_next"]}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+    config = AutoConfig.for_model(
+        "qwen3_5_moe", text_config=text, vision_config={**vision, "out_hidden_size": 64}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForImageTextToText.from_config(config)
+        fill_weights(model, 0)
+        model.save_pretrained(tmp_path)
+    plan = Plan(open_checkpoint(tmp_path), "auto")
+    assert plan.inspection().architecture == "Qwen3_5MoeForCausalLM"
+    assert plan.keys.ignored
+    assert all("visual" in name for name in plan.keys.ignored)
+    load_into(tmp_path)
+    assert_store_equals_model(segment, tmp_path)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])

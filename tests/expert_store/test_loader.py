@@ -376,6 +376,28 @@ def test_other_leftovers_are_counted_not_refused(
     assert Plan(open_checkpoint(broken), "auto").inspection().num_ignored == 1
 
 
+def test_layers_for_multi_token_prediction_are_ignored(
+    broken: Path, replace_tensor: Callable[..., None]
+) -> None:
+    """A fourth layer's experts in the files of a model of three: not ours, not an error."""
+    extra = {"model.layers.3.mlp.experts.0.up_proj.weight": ("F32", [32, 64], bytes(8192))}
+    replace_tensor(broken / "model.safetensors", None, extra)
+    assert Plan(open_checkpoint(broken), "auto").inspection().num_ignored == 1
+
+
+def test_one_expert_given_under_two_names(
+    checkpoint_of: Callable[..., Path],
+    broken_copy: Callable[[Path], Path],
+    segment: int,
+    replace_tensor: Callable[..., None],
+) -> None:
+    directory = broken_copy(checkpoint_of("mixtral"))
+    extra = {"model.layers.0.mlp.experts.5.w1.weight": ("F32", [48, 64], bytes(48 * 64 * 4))}
+    replace_tensor(directory / "model.safetensors", None, extra)
+    message = refusal(directory, segment)
+    assert "gives expert 5 of model.layers.0.mlp.experts.gate_up_proj twice" in message
+
+
 def test_two_tensors_for_one_place(
     broken: Path, segment: int, replace_tensor: Callable[..., None]
 ) -> None:

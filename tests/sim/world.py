@@ -41,7 +41,7 @@ from tests.sim.watch import Onlooker, request_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from orchestrator.core.events import CoreEvent
+    from orchestrator.core.events import CoreCommand, CoreEvent
 
 NOBODY = Epoch(0)
 MAX_EVENTS = 60_000
@@ -89,6 +89,7 @@ class Story:
 
     lines: list[str] = field(default_factory=list)
     events: list[CoreEvent] = field(default_factory=list)
+    decisions: list[list[CoreCommand]] = field(default_factory=list)
     num_deaths: int = 0
     num_stale: int = 0
     num_waits: int = 0
@@ -98,14 +99,14 @@ class Story:
 class Simulation:
     """Runs one scenario to its end; raises `Violation` or `InvariantBroken` if it goes wrong."""
 
-    def __init__(self, scenario: Scenario, core: Core | None = None) -> None:
+    def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.rng = random.Random(scenario.seed)
         config = scenario.config
         self.model = SyntheticModel(
             scenario.seed, config.num_layers, scenario.num_experts, config.top_k
         )
-        self.core = core or Core(config)
+        self.core = Core(config)
         self.max_num_seqs = config.max_num_seqs
         self.now = 0
         self.segment = Segment()
@@ -204,6 +205,7 @@ class Simulation:
         commands = self.core.handle(event)
         self.core.check()
         self.story.events.append(event)
+        self.story.decisions.append(commands)
         self.story.lines.append(f"{self.now} {event} -> {commands}")
         self.story.num_stale += is_stale
         self.onlooker.saw(event, commands, is_stale=is_stale)

@@ -1,0 +1,119 @@
+"""A simulation is worth what it catches: cores broken on purpose, each of which it must object to.
+
+The core's own `check` is switched off here, so what objects is the simulated machine and the
+onlooker.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from orchestrator.core.core import Core
+from orchestrator.core.directory import ExpertDirectory
+from orchestrator.core.dispatch import ExpertDispatch
+from orchestrator.core.layer_step import Unanswered
+from orchestrator.core.scheduler import Scheduler
+from orchestrator.core.workers import Roster
+from tests.sim.scenarios import scenario
+from tests.sim.world import Simulation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NUM_TRIES = 60
+
+
+def pins_nothing(real: Any) -> Callable[..., None]:
+    return lambda self, slot: None
+
+
+def does_nothing(real: Any) -> Callable[..., None]:
+    return lambda self, *args: None
+
+
+def says_no(real: Any) -> property:
+    return property(lambda self: False)
+
+
+def joins_too_early(real: Any) -> Callable[..., None]:
+    def run(self: Any, work: Any, experts: Any, slots: Any, commands: Any) -> None:
+        if work.num_missing == len(experts) + 1 and experts:
+            work.num_missing -= 1
+        real(self, work, experts, slots, commands)
+
+    return run
+
+
+def forgets_a_token(real: Any) -> Callable[..., None]:
+    def gpu_lost(self: Any, commands: Any) -> None:
+        for live in self._active:
+            del live.tokens[max(live.num_prompt, len(live.tokens) - 1) :]
+        real(self, commands)
+
+    return gpu_lost
+
+
+def keeps_the_caches(real: Any) -> Callable[..., None]:
+    def gpu_lost(self: Any, commands: Any) -> None:
+        kept = [(live, live.num_cached) for live in self._active]
+        real(self, commands)
+        for live, num_cached in kept:
+            live.num_cached = num_cached
+
+    return gpu_lost
+
+
+def believes_everybody(real: Any) -> Callable[..., bool]:
+    def executed(self: Any, event: Any, commands: Any) -> bool:
+        if self.work is not None:
+            for expert in event.experts:
+                if expert in self.work.executing:
+                    self.work.executing[expert] = event.epoch
+        return bool(real(self, event, commands))
+
+    return executed
+
+
+def never_leaves(real: Any) -> Callable[..., None]:
+    def lose(self: Any, epoch: Any) -> Any:
+        role = real(self, epoch)
+        self._gone.discard(epoch)
+        return role
+
+    return lose
+
+
+FAULTS: list[tuple[type, str, Callable[[Any], Any]]] = [
+    (ExpertDirectory, "pin", pins_nothing),
+    (ExpertDirectory, "clear", does_nothing),
+    (ExpertDirectory, "abort", does_nothing),
+    (ExpertDispatch, "_run", joins_too_early),
+    (ExpertDispatch, "link_lost", does_nothing),
+    (ExpertDispatch, "cpu_lost", does_nothing),
+    (ExpertDispatch, "roster_changed", does_nothing),
+    (ExpertDispatch, "executed", believes_everybody),
+    (Unanswered, "is_waited_for", says_no),
+    (Scheduler, "gpu_lost", forgets_a_token),
+    (Scheduler, "gpu_lost", keeps_the_caches),
+    (Roster, "lose", never_leaves),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    FAULTS,
+    ids=[f"{owner.__name__}.{name}-{broken.__name__}" for owner, name, broken in FAULTS],
+)
+def test_a_broken_core_is_caught(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Callable[[Any], Any]
+) -> None:
+    monkeypatch.setattr(Core, "check", lambda self: None)
+    monkeypatch.setattr(owner, name, broken(getattr(owner, name)))
+    for number in range(NUM_TRIES):
+        try:
+            Simulation(scenario(number)).run()
+        except (AssertionError, ValueError):  # Violation, or the core trips over its own feet
+            return
+    pytest.fail(f"{NUM_TRIES} scenarios ran to a good end on a broken core")

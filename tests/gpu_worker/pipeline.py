@@ -353,11 +353,13 @@ class Pipeline:
         torch.set_num_threads(threads)
 
     def close(self) -> None:
-        """Tell the worker to leave and see that it does."""
+        """Tell the worker to leave and see that it does. A second call is fine."""
+        if not self._fds:
+            return
         self.exit_code = self.worker.close(Shutdown(self.epoch, "the test is over"))
         self.store.close()
-        for fd in self._fds:
-            os.close(fd)
+        while self._fds:
+            os.close(self._fds.pop())
 
     def __enter__(self) -> Pipeline:
         return self

@@ -41,6 +41,8 @@ from protocol.step_segment import ACTIVATIONS, ARENA, WEIGHTS
 from protocol.worker_life import WorkerLink, run_worker
 
 #: What a slot holds, in its first bytes; what a computed row holds, at its place in the segment.
+#: Said by the gpu_worker on stderr when it is well on its way.
+BUSY = "at its 20th step"
 _MARK = struct.Struct("<qq")
 
 
@@ -81,6 +83,8 @@ def serve_gpu(link: WorkerLink, ill: str) -> None:
         if not isinstance(command, StartStep):
             continue
         num_steps += 1
+        if num_steps == 20:
+            print(BUSY, file=sys.stderr, flush=True)  # noqa: T201
         tokens = caches.setdefault(command.sequence, [])
         if command.start == 0:
             tokens.clear()

@@ -232,14 +232,15 @@ def test_a_lost_gpu_worker_costs_a_replay_and_no_token() -> None:
     submit(on, "a", [1, 2, 3, 4, 5], 4)
     start(on)
     finish(on)
-    for token in (50, 51):
+    for early in (50, 51):
         start(on)
-        finish(on, token)
+        finish(on, early)
     start(on)
     on.gpu_lost([])
     on.check(None)
     replayed = []
-    for token in (None, None, None, 52, 53):
+    tokens: tuple[int | None, ...] = (None, None, None, 52, 53)
+    for token in tokens:
         step = start(on, NEXT_GPU)
         assert step is not None
         replayed.append((step.start, step.tokens, step.sampling is not None))

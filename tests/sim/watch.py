@@ -151,7 +151,7 @@ class Onlooker:
 
     def _weigh(self, command: CoreCommand) -> None:
         if isinstance(command, Message):
-            epoch: int = command.epoch  # type: ignore[attr-defined]
+            epoch: int = command.epoch
             _require(epoch in self._roles, f"{command} is sent to a worker that is not here")
         match command:
             case StartStep():

@@ -201,7 +201,7 @@ class Simulation:
     def _tell(self, event: CoreEvent, *, is_stale: bool = False) -> None:
         if not is_stale and isinstance(event, Message) and self._has_luck():
             # The same from nobody: right in all but the epoch, and ahead of the true one.
-            self._tell(msgspec.structs.replace(event, epoch=NOBODY), is_stale=True)  # type: ignore[call-arg]
+            self._tell(msgspec.structs.replace(event, epoch=NOBODY), is_stale=True)
         commands = self.core.handle(event)
         self.core.check()
         self.story.events.append(event)

@@ -42,8 +42,12 @@ def main(arguments: list[str]) -> int:
     try:
         checkpoint = open_checkpoint(options.model)
         # Imported here: they bring torch and transformers, seconds that a bad file need not cost.
+        import torch
+
         from expert_store.loader import Plan, load
 
+        # The loader's own threads share the cores; torch's beside them would only get in their way.
+        torch.set_num_threads(1)
         plan = Plan(checkpoint, options.dtype)
         report(
             plan.inspection() if options.command == "inspect" else load(plan, options.fd, report)

@@ -30,7 +30,14 @@ from expert_store.families import (
 from expert_store.keys import ExpertParameter, KeyMap, map_keys
 from expert_store.layout import Dtype, StoreLayout, encode_header
 from expert_store.memory import WORKING_BYTES, memory_room, require_memory
-from expert_store.reading import PIECE_BYTES, TORCH_DTYPE, Copy, SourceFiles, write_all
+from expert_store.reading import (
+    PIECE_BYTES,
+    TORCH_DTYPE,
+    Copy,
+    PieceBuffers,
+    SourceFiles,
+    write_all,
+)
 from expert_store.reports import Inspection, Loaded, Progress
 from expert_store.segment import size_segment
 
@@ -129,7 +136,7 @@ class _Run:
         self._lock = threading.Lock()
         self._done_bytes = 0
         self._stop = threading.Event()
-        self._work: Iterator[Callable[[memoryview], None]] = self._tasks()
+        self._work: Iterator[Callable[[PieceBuffers], None]] = self._tasks()
 
     def run(self, report: Callable[[Progress], None]) -> None:
         plan = self._plan
@@ -146,7 +153,7 @@ class _Run:
             finally:
                 self._stop.set()
 
-    def _tasks(self) -> Iterator[Callable[[memoryview], None]]:
+    def _tasks(self) -> Iterator[Callable[[PieceBuffers], None]]:
         copies = sorted(
             self._plan.copies,
             key=lambda copy: (copy.source.file_name, copy.source.offset_bytes + copy.skip_bytes),
@@ -164,29 +171,29 @@ class _Run:
             yield self._convert(parameter)
 
     def _take(self) -> None:
-        buffer = memoryview(bytearray(PIECE_BYTES))
+        buffers = PieceBuffers()
         while not self._stop.is_set():
             with self._lock:
                 task = next(self._work, None)
             if task is None:
                 return
-            task(buffer)
+            task(buffers)
 
-    def _copy_span(self, span: list[Copy]) -> Callable[[memoryview], None]:
-        def run(buffer: memoryview) -> None:
+    def _copy_span(self, span: list[Copy]) -> Callable[[PieceBuffers], None]:
+        def run(buffers: PieceBuffers) -> None:
             for copy in span:
                 for piece in _pieces(copy, self._plan.dtype):
                     if self._stop.is_set():
                         return
-                    self._count(self._files.copy(piece, self._fd, self._plan.dtype, buffer))
+                    self._count(self._files.copy(piece, self._fd, self._plan.dtype, buffers))
 
         return run
 
-    def _convert(self, parameter: ExpertParameter) -> Callable[[memoryview], None]:
+    def _convert(self, parameter: ExpertParameter) -> Callable[[PieceBuffers], None]:
         plan = self._plan
         by_path = {other.path: other for other in plan.keys.experts}
 
-        def run(_: memoryview) -> None:
+        def run(_: PieceBuffers) -> None:
             for path, expert, tensor, example in converted_experts(
                 parameter, plan.shape, plan.layout, plan.checkpoint, self._files
             ):

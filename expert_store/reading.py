@@ -66,6 +66,14 @@ def all_finite(raw: npt.NDArray[np.uint8], dtype: torch.dtype) -> bool:
     return bool(raw.view(signed).max() < exponent and raw.view(unsigned).max() < (sign | exponent))
 
 
+class PieceBuffers:
+    """One thread's room: for a piece as read, and as converted to at most twice the width."""
+
+    def __init__(self) -> None:
+        self.read = memoryview(bytearray(PIECE_BYTES))
+        self.converted = torch.empty(2 * PIECE_BYTES, dtype=torch.uint8)
+
+
 class SourceFiles:
     """Open shards, read by position. Closing is the owner's duty."""
 
@@ -112,13 +120,13 @@ class SourceFiles:
                 " the checkpoint is damaged, download it again"
             )
 
-    def copy(self, piece: Copy, segment_fd: int, dtype: Dtype, buffer: memoryview) -> int:
+    def copy(self, piece: Copy, segment_fd: int, dtype: Dtype, buffers: PieceBuffers) -> int:
         """Do one Copy of at most PIECE_BYTES; returns the bytes read.
 
         Raises CheckpointError for values that are not finite, in the file or after conversion.
         """
         source = piece.source
-        part = buffer[: piece.num_bytes]
+        part = buffers.read[: piece.num_bytes]
         self.read(source, piece.skip_bytes, part)
         raw = np.frombuffer(part, dtype=np.uint8)
         from_dtype, to_dtype = TORCH_DTYPE[source.dtype], TORCH_DTYPE[dtype]
@@ -126,7 +134,9 @@ class SourceFiles:
         if piece.target_offset_bytes is None:
             return piece.num_bytes
         if from_dtype != to_dtype:
-            converted = torch.from_numpy(raw).view(from_dtype).to(to_dtype)
+            values = torch.from_numpy(raw).view(from_dtype)
+            room = buffers.converted[: values.numel() * to_dtype.itemsize]
+            converted = room.view(to_dtype).copy_(values)
             raw = self.checked_bytes(converted, source)
         write_all(segment_fd, raw.data, piece.target_offset_bytes)
         return piece.num_bytes

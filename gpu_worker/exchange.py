@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from gpu_worker.rows import Rows
-    from protocol.messages import WorkerCommand, WorkerEvent
+    from protocol.messages import ExpertId, WorkerCommand, WorkerEvent
     from protocol.worker_life import WorkerLink
 
 
@@ -115,7 +115,7 @@ class Exchange:
             if joined is not None:
                 return joined
 
-    def _check(self, command: Run, counts: dict[int, int]) -> None:
+    def _check(self, command: Run, counts: dict[ExpertId, int]) -> None:
         if len(command.experts) != len(command.slots):
             raise ProtocolError(
                 f"Run names {len(command.experts)} experts and {len(command.slots)} slots"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from expert_kernels.reference import ExpertFunction
     from expert_kernels.step_rows import ActivationViews
     from gpu_worker.slots import ExpertSlots
+    from protocol.messages import ExpertId, SlotId
 
 #: Above this many separate runs of rows, gathering them first is cheaper than copying each.
 _MAX_UPLOAD_RUNS = 8
@@ -37,14 +38,14 @@ class Rows(Protocol):
 
     def publish(
         self, step: int, layer: int, hidden: torch.Tensor, choices: torch.Tensor
-    ) -> dict[int, int]:
+    ) -> dict[ExpertId, int]:
         """Put hidden [n, H] and choices [n, K] where everybody sees them.
 
         Returns:
             Rows per chosen expert, experts in the order in which the router names them.
         """
 
-    def compute(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+    def compute(self, experts: Sequence[ExpertId], slots: Sequence[SlotId]) -> None:
         """Begin to compute `experts` (all of them chosen) from `slots`."""
 
     def wait_computed(self) -> int:
@@ -54,11 +55,11 @@ class Rows(Protocol):
         """[n, H] in `dtype`: the sum of all result rows, weighted with weights [n, K]."""
 
 
-def count_choices(chosen: list[list[int]]) -> dict[int, int]:
+def count_choices(chosen: list[list[ExpertId]]) -> dict[ExpertId, int]:
     """Rows per expert, experts in the order of their first mention: row by row, best first."""
     if len(chosen) == 1:
         return dict.fromkeys(chosen[0], 1)
-    counts: dict[int, int] = {}
+    counts: dict[ExpertId, int] = {}
     for row in chosen:
         for expert in row:
             counts[expert] = counts.get(expert, 0) + 1
@@ -92,13 +93,13 @@ class HostRows:
         self._function = function
         self._slots = slots
         self._num_rows = 0
-        self._counts: dict[int, int] = {}
+        self._counts: dict[ExpertId, int] = {}
         self._step_rows: StepRows | None = None
         self._computed_ns = 0
 
     def publish(
         self, step: int, layer: int, hidden: torch.Tensor, choices: torch.Tensor
-    ) -> dict[int, int]:
+    ) -> dict[ExpertId, int]:
         views = self._views
         num_rows = self._num_rows = hidden.shape[0]
         if num_rows == 1:
@@ -117,7 +118,7 @@ class HostRows:
         views.write_header(step, layer, num_rows)
         return self._counts
 
-    def compute(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+    def compute(self, experts: Sequence[ExpertId], slots: Sequence[SlotId]) -> None:
         if self._step_rows is None:  # once per layer-step, and only if anything is resident
             self._step_rows = StepRows.of(self._views, self._num_rows, list(self._counts))
         for expert, slot in zip(experts, slots, strict=True):
@@ -186,14 +187,14 @@ class DeviceRows:
         self._places = torch.empty(views.places.shape, dtype=torch.float32, device=device)
         self._hidden = torch.empty(views.hidden.shape, dtype=views.hidden.dtype, device=device)
         self._num_rows = 0
-        self._chosen: list[int] = []
-        self._counts: dict[int, int] = {}
+        self._chosen: list[ExpertId] = []
+        self._counts: dict[ExpertId, int] = {}
         self._computed: set[int] = set()
         self._ordered: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def publish(
         self, step: int, layer: int, hidden: torch.Tensor, choices: torch.Tensor
-    ) -> dict[int, int]:
+    ) -> dict[ExpertId, int]:
         views = self._views
         num_rows = self._num_rows = hidden.shape[0]
         self._hidden[:num_rows].copy_(hidden)
@@ -209,7 +210,7 @@ class DeviceRows:
         views.write_header(step, layer, num_rows)
         return self._counts
 
-    def compute(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+    def compute(self, experts: Sequence[ExpertId], slots: Sequence[SlotId]) -> None:
         for expert, slot in zip(experts, slots, strict=True):
             tensors = self._slots.tensors(slot)
             if self._num_rows == 1:
@@ -223,7 +224,7 @@ class DeviceRows:
         self._computed.update(experts)
         self._stream.mark()
 
-    def _rows_of(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows_of(self, expert: ExpertId) -> tuple[torch.Tensor, torch.Tensor]:
         """(row_ids, place_ids) of an expert, on the device, found without waiting for it: one
         stable sort brings each expert's places together, and the counts say where each begins."""
         if self._ordered is None:

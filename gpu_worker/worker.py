@@ -26,7 +26,7 @@ from gpu_worker.sampler import LogitsError, digest, sample
 from gpu_worker.sequences import Sequences
 from gpu_worker.slots import SharedSlots
 from protocol.errors import ProtocolError, UserError
-from protocol.messages import Copied, Copy, DropSequence, StartStep, StepDone
+from protocol.messages import Copied, Copy, DropSequence, Refused, StartStep, StepDone
 from protocol.step_segment import ACTIVATIONS, WEIGHTS
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class GpuWorker:
                 command = self._receive_while_copying(self._copier)
             if command is None:
                 continue
-            if command.epoch == self._link.epoch:
+            if not isinstance(command, Refused) and command.epoch == self._link.epoch:
                 return command
             self.num_dropped += 1
 

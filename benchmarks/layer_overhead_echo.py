@@ -1,4 +1,4 @@
-"""The other end of layer_overhead's bare round trip: sends each message back, until an empty one."""
+"""The other end of layer_overhead's bare round trip: returns each message until an empty one."""
 
 from __future__ import annotations
 

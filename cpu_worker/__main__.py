@@ -70,18 +70,14 @@ def main(argv: list[str] | None = None) -> int:
         isa=read_isa(ROOT),
     )
     # torch takes a second to import; the model's loading usually hides it.
-    importing = threading.Thread(target=importlib.import_module, args=("torch",), name="import")
-    importing.start()
-    try:
-        return run_worker(
-            "cpu_worker",
-            options.run_dir,
-            options.wait,
-            lambda: capabilities,
-            partial(_serve, num_threads=num_threads),
-        )
-    finally:
-        importing.join()  # an interpreter must not shut down in the middle of an import
+    threading.Thread(target=importlib.import_module, args=("torch",), name="import").start()
+    return run_worker(
+        "cpu_worker",
+        options.run_dir,
+        options.wait,
+        lambda: capabilities,
+        partial(_serve, num_threads=num_threads),
+    )
 
 
 def _serve(link: WorkerLink, *, num_threads: int) -> None:
@@ -89,4 +85,8 @@ def _serve(link: WorkerLink, *, num_threads: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stderr.flush()
+    # Nothing is left to do, and taking torch down in order, or finishing its import first, can keep
+    # a busy machine for seconds. Shared memory and sockets go with the process.
+    os._exit(exit_code)

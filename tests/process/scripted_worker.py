@@ -107,7 +107,7 @@ def serve_gpu(link: WorkerLink, ill: str) -> None:
                     joined_ns,
                 )
             )
-            if ill == "babbles" and num_steps == 2:
+            if ill == "babbles" and num_steps == 2 and layer == 0:
                 _babble(link, command)
             if ill == "hangs" and num_steps == 2:
                 time.sleep(60)

@@ -36,7 +36,7 @@ import msgspec
 from protocol.messages import ExpertKey, SlotId
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from orchestrator.core.policies import EvictionPolicy
     from protocol.messages import ExpertId, LayerId
@@ -167,6 +167,18 @@ class ExpertDirectory:
     def num_reservable(self) -> int:
         """How many reserves in a row would succeed now: free slots and unpinned residents."""
         return len(self._free) + self._num_evictable
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def evictable(self, incoming: ExpertKey | None = None) -> Iterator[ExpertKey]:
+        """Keys that may leave now, in the order in which they would; drop it before any change."""
+        pins = self._pins
+        for key in self._policy.victims(incoming):
+            slot = self._resident.get(key)
+            if slot is not None and not pins[slot]:
+                yield key
 
     def residents(self) -> list[ExpertKey]:
         """Resident keys, next victim first: for lru, least recently demanded first."""

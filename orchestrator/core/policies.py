@@ -14,13 +14,20 @@ What a policy is told, in this order within one layer-step:
    land, so that the order follows the demands and not the luck of the copies.
 4. ``removed(key)``: the key left (evicted, or its fill was aborted).
 
-A new policy is a class with these methods and one line in ``_POLICIES``.
+*Worth* is an option of a policy that scores every expert, placed or not (``WorthPolicy``). Misses
+are then filled by worth, and a miss that is worth less than the expert it would evict is not filled
+at all: admission (see ``fill_choice``).
+
+A new policy is a class with these methods and one line in ``_POLICIES``. Those that need numpy are
+imported when they are asked for.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +62,15 @@ class EvictionPolicy(Protocol):
         """
 
 
+@runtime_checkable
+class WorthPolicy(Protocol):
+    """A policy that can compare any two experts."""
+
+    def worth(self, key: ExpertKey, /) -> float:
+        """What keeping ``key`` is worth at this moment; only the order of worths means something.
+        Victims come in rising order of it."""
+
+
 class Lru:
     """Exact least recently demanded first.
 
@@ -87,16 +103,90 @@ class Lru:
         return iter(self._order)
 
 
-_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru}
+class LruLayer:
+    """Least recently demanded of one layer first, so that every layer keeps as many as the others.
+
+    The incoming expert takes from its own layer, unless another layer has more experts placed: then
+    from the one with the most. So the slots spread evenly over the layers, whatever their number.
+    Plain lru evicts just what the next layers need once the slots are fewer than layers x top_k;
+    this one does not.
+    """
+
+    __slots__ = ("_orders",)
+
+    def __init__(self) -> None:
+        self._orders: dict[LayerId, OrderedDict[ExpertKey, None]] = {}
+
+    def layer_step(self, layer: LayerId, experts: Sequence[ExpertId]) -> None:
+        pass
+
+    def refreshed(self, key: ExpertKey) -> None:
+        self._orders[key[0]].move_to_end(key)
+
+    def admitted(self, key: ExpertKey) -> None:
+        self._orders.setdefault(key[0], OrderedDict())[key] = None
+
+    def removed(self, key: ExpertKey) -> None:
+        del self._orders[key[0]][key]
+
+    def cleared(self) -> None:
+        self._orders.clear()
+
+    def victims(self, incoming: ExpertKey | None) -> Iterator[ExpertKey]:
+        own = None if incoming is None else incoming[0]
+        layers = sorted(
+            self._orders, key=lambda layer: (-len(self._orders[layer]), layer != own, layer)
+        )
+        for layer in layers:
+            yield from self._orders[layer]
+
+
+class DemandShape(msgspec.Struct, frozen=True):
+    """What is demanded: ``top_k`` of ``num_experts`` experts in each of ``num_layers`` layers."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+
+
+def _lfu(shape: DemandShape) -> EvictionPolicy:
+    from orchestrator.core.reuse import DecayedLfu
+
+    return DecayedLfu(shape.num_layers, shape.num_experts, shape.top_k)
+
+
+def _reuse(shape: DemandShape) -> EvictionPolicy:
+    from orchestrator.core.reuse import Reuse
+
+    return Reuse(shape.num_layers, shape.num_experts, shape.top_k)
+
+
+def _reuse_tables(shape: DemandShape) -> EvictionPolicy:
+    from orchestrator.core.reuse import DEFAULT_NUM_TABLES, Reuse
+
+    return Reuse(shape.num_layers, shape.num_experts, shape.top_k, num_tables=DEFAULT_NUM_TABLES)
+
+
+_POLICIES: dict[str, Callable[[DemandShape], EvictionPolicy]] = {
+    "lru": lambda shape: Lru(),
+    "lru-layer": lambda shape: LruLayer(),
+    "lfu": _lfu,
+    "reuse": _reuse,
+    "reuse-tables": _reuse_tables,
+}
+_UNKNOWN_SHAPE = DemandShape(0, 0, 0)
 
 POLICY_NAMES: tuple[str, ...] = tuple(sorted(_POLICIES))
 
 
-def make_policy(name: str) -> EvictionPolicy:
-    """A fresh policy by its command-line name; ValueError names the known ones."""
+def make_policy(name: str, shape: DemandShape = _UNKNOWN_SHAPE) -> EvictionPolicy:
+    """A fresh policy by its command-line name; ValueError names the known ones.
+
+    Without ``shape`` a policy that needs it learns it from what it sees, and starts worse.
+    """
     try:
         factory = _POLICIES[name]
     except KeyError:
         known = ", ".join(POLICY_NAMES)
         raise ValueError(f"unknown eviction policy {name!r}; known: {known}") from None
-    return factory()
+    return factory(shape)

@@ -13,7 +13,9 @@ def test_make_policy_gives_a_fresh_one_each_time() -> None:
 
 
 def test_an_unknown_policy_is_told_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown eviction policy 'mru'; known: lru"):
+    with pytest.raises(
+        ValueError, match=r"unknown eviction policy 'mru'; known: lfu, lru, lru-layer, reuse"
+    ):
         make_policy("mru")
 
 

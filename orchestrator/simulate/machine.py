@@ -1,0 +1,128 @@
+"""The machine on a virtual clock: a link, a CPU, and copies behind that run when the link is free.
+
+Two fluids share the host's memory: each branch moves at one rate alone and at another beside the
+other one (`BranchCosts`). A demanded fill always goes first; a copy behind is paused for it and
+goes on later, as chunks do that pass a link in order of priority. A copy behind that may not run
+beside the CPU is paused while the CPU works.
+
+Times are seconds, sizes bytes; nothing here knows what is copied.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from orchestrator.core.fluid_split import BranchCosts
+
+T = TypeVar("T")
+
+# Below a byte nothing is left; rates times times seldom add up to whole bytes.
+_WHOLE = 0.5
+
+
+@dataclass
+class _Behind(Generic[T]):
+    label: T
+    left_bytes: float
+    is_beside_cpu: bool
+
+
+class VirtualMachine(Generic[T]):
+    """`now_s` moves on with every call; busy times count what each branch worked."""
+
+    def __init__(self, costs: BranchCosts) -> None:
+        self.costs = costs
+        self.now_s = 0.0
+        self.link_busy_s = 0.0
+        self.cpu_busy_s = 0.0
+        self.num_copied_bytes = 0.0
+        self._behind: deque[_Behind[T]] = deque()
+
+    @property
+    def num_behind(self) -> int:
+        """Copies behind that have not ended."""
+        return len(self._behind)
+
+    def copy_behind(self, label: T, *, is_beside_cpu: bool) -> None:
+        """Queue a copy of one expert; `label` is returned when it has ended."""
+        left = self.costs.expert_bytes + self.costs.fill_fixed_s * self.costs.link_bytes_per_s
+        self._behind.append(_Behind(label, left, is_beside_cpu))
+
+    def compute(self, seconds: float) -> list[T]:
+        """The GPU works for so long; link and CPU have nothing demanded."""
+        ended: list[T] = []
+        left_s = seconds
+        while self._behind and left_s > 0:
+            left_s -= self._pass_behind(left_s, self.costs.link_bytes_per_s, ended)
+        self.now_s += seconds
+        return ended
+
+    def run(self, num_fills: int, cpu_weight: float) -> list[T]:
+        """A layer-step's misses: fills over the link, the rest on the CPU, until both are done."""
+        costs = self.costs
+        ended: list[T] = []
+        link_left = float(num_fills * costs.expert_bytes)
+        cpu_left = cpu_weight * costs.expert_bytes
+        link_wait_s = num_fills * costs.fill_fixed_s
+        cpu_wait_s = costs.cpu_fixed_s if cpu_left else 0.0
+        gpu_s = costs.gpu_expert_s if num_fills else 0.0
+        link_end_s = elapsed_s = 0.0
+        while link_left > 0 or cpu_left > 0:
+            is_cpu = cpu_left > 0 and cpu_wait_s <= 0
+            is_link = link_left > 0 and link_wait_s <= 0
+            is_behind = (
+                link_left <= 0
+                and bool(self._behind)
+                and (cpu_left <= 0 or self._behind[0].is_beside_cpu)
+            )
+            is_busy = is_link or is_behind
+            link_rate = costs.link_beside_cpu_bytes_per_s if is_cpu else costs.link_bytes_per_s
+            cpu_rate = costs.cpu_beside_link_bytes_per_s if is_busy else costs.cpu_bytes_per_s
+            # Until the next thing ends.
+            ends_s = [wait for wait in (link_wait_s, cpu_wait_s) if wait > 0]
+            if is_link and link_rate > 0:
+                ends_s.append(link_left / link_rate)
+            elif is_behind and link_rate > 0:
+                ends_s.append(self._behind[0].left_bytes / link_rate)
+            if is_cpu and cpu_rate > 0:
+                ends_s.append(cpu_left / cpu_rate)
+            if not ends_s:
+                raise ValueError("a branch has work and a rate of 0: this step never ends")
+            span_s = min(ends_s)
+            if is_link:
+                link_left = _left(link_left - span_s * link_rate)
+                self.link_busy_s += span_s
+                self.num_copied_bytes += span_s * link_rate
+            elif is_behind:
+                self._pass_behind(span_s, link_rate, ended)
+            if is_cpu:
+                cpu_left = _left(cpu_left - span_s * cpu_rate)
+                self.cpu_busy_s += span_s
+            link_wait_s, cpu_wait_s = link_wait_s - span_s, cpu_wait_s - span_s
+            elapsed_s += span_s
+            if link_left > 0 or is_link:
+                link_end_s = elapsed_s
+        self.now_s += elapsed_s
+        rest_s = link_end_s + gpu_s - elapsed_s
+        if rest_s > 0:
+            ended += self.compute(rest_s)
+        return ended
+
+    def _pass_behind(self, span_s: float, rate: float, ended: list[T]) -> float:
+        """The first copy behind moves for up to `span_s`; returns how long it did."""
+        first = self._behind[0]
+        used_s = min(span_s, first.left_bytes / rate)
+        first.left_bytes = _left(first.left_bytes - used_s * rate)
+        self.link_busy_s += used_s
+        self.num_copied_bytes += used_s * rate
+        if first.left_bytes <= 0:
+            self._behind.popleft()
+            ended.append(first.label)
+        return used_s
+
+
+def _left(num_bytes: float) -> float:
+    return num_bytes if num_bytes > _WHOLE else 0.0

@@ -5,10 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-import torch
-import transformers
-
-from gpu_worker.worker import serve
 from protocol.logs import set_up_logging
 from protocol.messages import Capabilities
 from protocol.worker_flags import worker_parser
@@ -37,7 +33,12 @@ def main(argv: list[str] | None = None) -> int:
         "auto: what the orchestrator was started with (default: %(default)s)",
     )
     arguments = parser.parse_args(argv)
-    set_up_logging("gpu-worker", arguments.log_level)
+    set_up_logging("gpu_worker", arguments.log_level)
+    # After the flags are read: these take seconds. Before joining: the model loads meanwhile.
+    import torch
+
+    from gpu_worker.worker import serve
+
     # One thread: the order of every addition stays fixed, and cpu_workers get the other cores.
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
@@ -51,6 +52,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _capabilities(device: str) -> Capabilities:
+    import torch
+    import transformers
+
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return Capabilities(

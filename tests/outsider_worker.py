@@ -102,9 +102,23 @@ class Activations:
         return True
 
 
+def find_orchestrator(path: str, patience_s: float = 30.0) -> socket.socket:
+    """The life line of an orchestrator that may not be there yet."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            line.connect(path)
+            return line
+        except OSError:
+            line.close()
+            if time.monotonic() > deadline:
+                sys.exit(f"outsider: no orchestrator at {path}")
+            time.sleep(0.1)
+
+
 def main(run_dir: str) -> None:
-    line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    line.connect(f"{run_dir}/lifeline.sock")
+    line = find_orchestrator(f"{run_dir}/lifeline.sock")
     grant, descriptors = receive_grant(line)
     segments = {
         segment["name"]: (fd, segment)

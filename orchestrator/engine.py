@@ -25,10 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from expert_store.memory import memory_room
 from orchestrator.core.core import Core
 from orchestrator.core.events import (
-    CoreConfig,
     CoreEvent,
     Planned,
     RequestDone,
@@ -37,9 +35,7 @@ from orchestrator.core.events import (
     Withdraw,
     WorkerFault,
 )
-from orchestrator.core.planner import FillMode
-from orchestrator.core.policies import make_policy
-from orchestrator.hub import Hub, Worker
+from orchestrator.hub import ADDRESSED, Hub, Worker
 from orchestrator.latency_log import (
     LOG_VERSION,
     LatencyFold,
@@ -51,13 +47,13 @@ from orchestrator.lifelines import Lifelines
 from orchestrator.load_progress import LoadProgress
 from orchestrator.loading import LoaderFault, load_store
 from orchestrator.requests import RequestBook
+from orchestrator.set_up import check_settings, core_config, make_segments, worker_setup
 from orchestrator.settings import PipelineSettings, count_slots
 from orchestrator.supervisor import Supervisor
 from orchestrator.text_model import TextModel
 from protocol.channel import RouterChannel
 from protocol.codec import to_orchestrator
 from protocol.errors import EXIT_FAULT, EXIT_OK, UserError
-from protocol.lifeline import SegmentGrant
 from protocol.messages import (
     Cancel,
     ClientRequest,
@@ -70,7 +66,6 @@ from protocol.messages import (
     WorkerSetup,
 )
 from protocol.run_dir import LockedRunDir
-from protocol.step_segment import ARENA, WEIGHTS, activation_grant
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,10 +76,6 @@ log = logging.getLogger("headrace")
 
 ROLES: tuple[Role, ...] = ("gpu_worker", "dma_worker", "cpu_worker")
 _TICK_S = 1.0
-#: More than any model has; the number of slots is checked again when the model is known.
-_MANY_EXPERTS = 10**12
-#: Slots and activations beside the store; what the processes themselves need is checked at loading.
-_SPARE_BYTES = 64 * 1024 * 1024
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -105,20 +96,6 @@ def run_orchestrator(settings: PipelineSettings) -> int:
     if ending.sentence:
         print(f"headrace: {ending.sentence}", file=sys.stderr, flush=True)  # noqa: T201
     return ending.exit_code
-
-
-def check_settings(settings: PipelineSettings) -> None:
-    """Find what is wrong before anything heavy begins.
-
-    Raises:
-        UserError: slots, policy or fill mode make no sense, whatever the model.
-    """
-    count_slots(settings.slots, _MANY_EXPERTS)
-    try:
-        make_policy(settings.policy)
-        FillMode.parse(settings.fill)
-    except ValueError as error:
-        raise UserError(f"The pipeline cannot run this way: {error}.") from None
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
@@ -221,7 +198,7 @@ class Engine:
         self._layout = layout
         self._num_slots = count_slots(settings.slots, layout.total_experts)
         self._make_core()
-        segments, fds = self._make_segments(weights_fd, stack)
+        segments, fds = make_segments(settings, layout, self._num_slots, weights_fd, stack)
         self._begin_log()
         self._status_text = "waiting for workers"
         gc.collect()
@@ -247,51 +224,14 @@ class Engine:
                 self._log_file.flush()
 
     def _make_core(self) -> None:
-        settings, layout = self._settings, self._layout
-        config = CoreConfig(
-            num_layers=layout.num_layers,
-            top_k=layout.top_k,
-            expert_bytes=layout.expert_bytes,
-            num_slots=self._num_slots,
-            max_rows=settings.max_rows,
-            max_sequence_tokens=self._text_model.context,
-            fill_mode=settings.fill,
-            policy=settings.policy,
-            host_bytes_per_s=settings.host_bytes_per_s,
-            link_bytes_per_s=settings.link_bytes_per_s,
-            report_plans=True,
+        config = core_config(
+            self._settings, self._layout, self._num_slots, self._text_model.context
         )
         try:
             self._core = Core(config)
         except ValueError as error:
             raise UserError(f"The pipeline cannot run this way: {error}.") from None
-        self._book = RequestBook(self._text_model, self._num_slots, layout.total_experts)
-
-    def _make_segments(
-        self, weights_fd: int, stack: contextlib.ExitStack
-    ) -> tuple[list[SegmentGrant], list[int]]:
-        layout = self._layout
-        activations = activation_grant(
-            self._settings.max_rows, layout.top_k, layout.form.hidden_size, layout.dtype
-        )
-        made = [activations]
-        if self._settings.device == "cpu":
-            made.append(SegmentGrant(ARENA, self._num_slots * layout.block_bytes))
-        needed_bytes = sum(segment.num_bytes for segment in made) + _SPARE_BYTES
-        room = memory_room()
-        if needed_bytes > room.available_bytes:
-            raise UserError(
-                f"{self._num_slots} slots and the activations need {needed_bytes / 1e9:.2f} GB "
-                f"beside the loaded model, and {room.limit_name} is "
-                f"{room.available_bytes / 1e9:.2f} GB; take fewer --slots or free memory."
-            )
-        fds = [weights_fd]
-        for segment in made:
-            fd = os.memfd_create(f"headrace-{segment.name}", os.MFD_CLOEXEC)
-            stack.callback(os.close, fd)
-            os.ftruncate(fd, segment.num_bytes)
-            fds.append(fd)
-        return [SegmentGrant(WEIGHTS, layout.total_bytes), *made], fds
+        self._book = RequestBook(self._text_model, self._num_slots, self._layout.total_experts)
 
     def _begin_log(self) -> None:
         if self._log_file is None:
@@ -312,19 +252,8 @@ class Engine:
         )
 
     def _setup_for(self, role: Role) -> WorkerSetup:
-        settings = self._settings
-        stated = {"cpu_worker": settings.host_gbps, "dma_worker": settings.link_gbps}
-        return WorkerSetup(
-            model_dir=str(settings.model_dir.resolve()),
-            dtype=self._layout.dtype,
-            device=settings.device,
-            num_slots=self._num_slots,
-            max_rows=settings.max_rows,
-            max_sequence_tokens=self._text_model.context,
-            emulate_link_bytes_per_s=settings.emulate_link_bytes_per_s,
-            is_rate_stated=stated.get(role) is not None,
-            digest_logits=settings.digest_logits,
-        )
+        context = self._text_model.context
+        return worker_setup(self._settings, self._layout, self._num_slots, context, role)
 
     # ---------------------------------------------------------------- the path while serving
 
@@ -354,13 +283,17 @@ class Engine:
 
     def _handle(self, event: CoreEvent) -> None:
         assert self._core is not None  # nobody is welcomed before
-        self._fold.event(event)
         try:
             commands = self._core.handle(event)
         except WorkerFault as fault:
             self._hub.condemn(fault.epoch, f"broke the protocol ({fault})")
             return
+        # Workers are told first: what is kept account of below costs them no time.
         now_ns = time.monotonic_ns()
+        for command in commands:
+            if isinstance(command, ADDRESSED):
+                self._hub.command(command)
+        self._fold.event(event)
         for command in commands:
             self._fold.command(command, now_ns)
             match command:
@@ -380,7 +313,7 @@ class Engine:
                     log.warning("%s", command.text)
                     self._tell_clients(command.text)
                 case _:
-                    self._hub.command(command)
+                    pass
 
     def _finish(self, done: RequestDone) -> None:
         times = self._fold.end_request(done.request)

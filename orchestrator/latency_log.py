@@ -1,10 +1,11 @@
 """Where each microsecond of a step went: a fold over what passes between the core and the workers.
 
-The fold sees every event before the core does and every command after it, builds one `LayerRecord`
-per layer-step and one `StepRecord` per step, and adds their stages to the running statistics of the
-request. With a log file it also writes each record as one JSON line; without one the encoder is
-never called. All stamps are CLOCK_MONOTONIC in ns: workers stamp what they did, this process stamps
-when it planned. docs/latency-log.md explains the fields to readers of the file.
+The fold sees every event and then the commands that followed, after they were sent, so that it
+costs the workers no time. It builds one `LayerRecord` per layer-step and one `StepRecord` per step,
+and adds their stages to the running statistics of the request. With a log file it also writes each
+record as one JSON line; without one the encoder is never called. All stamps are CLOCK_MONOTONIC in
+ns: workers stamp what they did, this process stamps when it planned. docs/latency-log.md explains
+the fields to readers of the file.
 
 A step that a worker's death cut short leaves records with `is_complete` false; they are logged, and
 count in no statistic.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -84,9 +86,9 @@ class LayerRecord(msgspec.Struct, tag="layer", tag_field="kind"):
     num_rows: int
     m: int
     q: int
-    hits: list[int]
-    fills: list[int]
-    cpu: list[int]
+    hits: Sequence[int]
+    fills: Sequence[int]
+    cpu: Sequence[int]
     fill_bytes: int
     cpu_bytes: int
     reason: str
@@ -281,9 +283,9 @@ class LatencyFold:
             return
         step.request = layer.request = planned.request
         layer.num_rows = planned.num_rows
-        layer.hits = list(planned.hits)
-        layer.fills = list(planned.fills)
-        layer.cpu = list(planned.cpu)
+        layer.hits = planned.hits
+        layer.fills = planned.fills
+        layer.cpu = planned.cpu
         layer.q = len(planned.fills)
         layer.m = layer.q + len(planned.cpu)
         # A layer is planned again when a worker was lost in it; the first decision's time stays.

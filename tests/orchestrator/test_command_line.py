@@ -13,7 +13,7 @@ from orchestrator.cli import main as cli
 from orchestrator.cli.main import main
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("generate", "orchestrator", "status", "latency", "plan", "doctor")
+COMMANDS = ("generate", "orchestrator", "status", "latency", "plan", "simulate", "doctor")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,115 @@
+"""From settings and a loaded layout to what the core, the workers and the memory need.
+
+Values only, and the segments: everything here happens once, between loading and serving.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from expert_store.memory import memory_room
+from orchestrator.core.events import CoreConfig
+from orchestrator.core.planner import FillMode
+from orchestrator.core.policies import make_policy
+from orchestrator.settings import PipelineSettings, count_slots
+from protocol.errors import UserError
+from protocol.lifeline import SegmentGrant
+from protocol.messages import Role, WorkerSetup
+from protocol.step_segment import ARENA, WEIGHTS, activation_grant
+
+if TYPE_CHECKING:
+    import contextlib
+
+    from expert_store.layout import StoreLayout
+
+#: More than any model has; the number of slots is checked again when the model is known.
+_MANY_EXPERTS = 10**12
+#: Beside slots and activations; what the processes themselves need is checked at loading.
+_SPARE_BYTES = 64 * 1024 * 1024
+
+
+def check_settings(settings: PipelineSettings) -> None:
+    """Find what is wrong before anything heavy begins.
+
+    Raises:
+        UserError: slots, policy or fill mode make no sense, whatever the model.
+    """
+    count_slots(settings.slots, _MANY_EXPERTS)
+    try:
+        make_policy(settings.policy)
+        FillMode.parse(settings.fill)
+    except ValueError as error:
+        raise UserError(f"The pipeline cannot run this way: {error}.") from None
+
+
+def core_config(
+    settings: PipelineSettings, layout: StoreLayout, num_slots: int, context: int
+) -> CoreConfig:
+    """What the core decides by. `context` bounds the tokens of one sequence."""
+    return CoreConfig(
+        num_layers=layout.num_layers,
+        top_k=layout.top_k,
+        expert_bytes=layout.expert_bytes,
+        num_slots=num_slots,
+        max_rows=settings.max_rows,
+        max_sequence_tokens=context,
+        fill_mode=settings.fill,
+        policy=settings.policy,
+        host_bytes_per_s=settings.host_bytes_per_s,
+        link_bytes_per_s=settings.link_bytes_per_s,
+        report_plans=True,
+    )
+
+
+def worker_setup(
+    settings: PipelineSettings, layout: StoreLayout, num_slots: int, context: int, role: Role
+) -> WorkerSetup:
+    """What a worker of `role` must know beyond the segments."""
+    stated = {"cpu_worker": settings.host_gbps, "dma_worker": settings.link_gbps}
+    return WorkerSetup(
+        model_dir=str(settings.model_dir.resolve()),
+        dtype=layout.dtype,
+        device=settings.device,
+        num_slots=num_slots,
+        max_rows=settings.max_rows,
+        max_sequence_tokens=context,
+        emulate_link_bytes_per_s=settings.emulate_link_bytes_per_s,
+        is_rate_stated=stated.get(role) is not None,
+        digest_logits=settings.digest_logits,
+    )
+
+
+def make_segments(
+    settings: PipelineSettings,
+    layout: StoreLayout,
+    num_slots: int,
+    weights_fd: int,
+    stack: contextlib.ExitStack,
+) -> tuple[list[SegmentGrant], list[int]]:
+    """All shared segments and their descriptors: weights, activations and, on the CPU, the slots.
+    New descriptors are closed by `stack`.
+
+    Raises:
+        UserError: there is not enough memory for them; the sentence has the numbers.
+    """
+    made = [
+        activation_grant(settings.max_rows, layout.top_k, layout.form.hidden_size, layout.dtype)
+    ]
+    if settings.device == "cpu":
+        made.append(SegmentGrant(ARENA, num_slots * layout.block_bytes))
+    needed_bytes = sum(segment.num_bytes for segment in made) + _SPARE_BYTES
+    room = memory_room()
+    if needed_bytes > room.available_bytes:
+        raise UserError(
+            f"{num_slots} slots and the activations need {needed_bytes / 1e9:.2f} GB beside the "
+            f"loaded model, and {room.limit_name} is {room.available_bytes / 1e9:.2f} GB; take "
+            "fewer --slots or free memory."
+        )
+    fds = [weights_fd]
+    for segment in made:
+        fd = os.memfd_create(f"headrace-{segment.name}", os.MFD_CLOEXEC)
+        stack.callback(os.close, fd)
+        os.ftruncate(fd, segment.num_bytes)
+        fds.append(fd)
+    return [SegmentGrant(WEIGHTS, layout.total_bytes), *made], fds

@@ -183,6 +183,10 @@ def fractional_optimum(costs: BranchCosts, cpu_weight: float, num_misses: int) -
     return best_x
 
 
+#: For a number of misses: T(0..m); the best q up to each limit 0..m; the fractional optimum.
+_Table = tuple[list[float], list[int], float]
+
+
 class FluidPlan(Split, frozen=True, gc=False):
     """A split with the prediction behind it."""
 
@@ -221,8 +225,8 @@ class FluidSplit:
         self._loss_part = loss_part
         self._credit = 0.0
         self._allowance_s = 0.0
-        #: By number of misses: T(0..m) and the fractional optimum.
-        self._tables: dict[int, tuple[list[float], float]] = {}
+        #: By number of misses.
+        self._tables: dict[int, _Table] = {}
 
     @property
     def costs(self) -> BranchCosts:
@@ -278,10 +282,10 @@ class FluidSplit:
                 table = self._tables[num_misses] = self._table(weights, 0.0)
         else:
             table = self._table(self._weights(num_misses, rows), link_ahead_bytes)
-        times_s, fractional = table
+        times_s, best_of, fractional = table
 
         limit = min(num_misses, num_fillable)
-        best = _least(times_s, limit)
+        best = best_of[limit]
         least_s = times_s[best]
         num_fills = best
         owed = self._credit + fractional
@@ -295,7 +299,7 @@ class FluidSplit:
                 allowance_s -= loss_s
         self._credit = min(max(owed - num_fills, 0.0), MAX_CREDIT)
         self._allowance_s = min(allowance_s, times_s[-1] / num_misses)
-        is_short = limit < num_misses and _least(times_s, num_misses) > limit
+        is_short = best_of[num_misses] > limit
         return self._plan(
             num_misses,
             num_fills,
@@ -321,13 +325,14 @@ class FluidSplit:
         left.reverse()
         return left
 
-    def _table(self, weights: list[float], link_ahead_bytes: float) -> tuple[list[float], float]:
+    def _table(self, weights: list[float], link_ahead_bytes: float) -> _Table:
         costs = self._costs
         times_s = [
             predicted_s(costs, num_fills, weight, link_ahead_bytes)
             for num_fills, weight in enumerate(weights)
         ]
-        return times_s, fractional_optimum(costs, weights[0], len(weights) - 1)
+        best_of = [_least(times_s, limit) for limit in range(len(times_s))]
+        return times_s, best_of, fractional_optimum(costs, weights[0], len(weights) - 1)
 
     def _plan(
         self,

@@ -150,7 +150,7 @@ class DemandShape(msgspec.Struct, frozen=True):
 
 
 def _lfu(shape: DemandShape) -> EvictionPolicy:
-    from orchestrator.core.reuse import DecayedLfu
+    from orchestrator.core.scored_policy import DecayedLfu
 
     return DecayedLfu(shape.num_layers, shape.num_experts, shape.top_k)
 

@@ -1,10 +1,8 @@
-"""Policies that score every expert: decayed frequency, and the chance and time of the next use.
+"""The policy that keeps what will be used soonest: the chance and time of the next use.
 
-*State.* Two float64 arrays [num_layers, num_experts]: `worth` of every expert, placed or not, and
-`rank`, which is the worth of the placed ones and +inf elsewhere, so that the next victim is an
-argmin. Worths are comparable across layers at any moment; they change only when their own layer
-runs, and that is where the work is: one fixed sequence of ufuncs over one row, into arrays that
-exist already. Calls are what costs at this size, not elements.
+Worths change only when their own layer runs, and that is where the work is: one fixed sequence of
+ufuncs over one row, into arrays that exist already. Calls are what costs at this size, not
+elements.
 
 *Reuse.* What is estimated for an expert e of layer l is E[exp(-wait / 1.5 tokens)], the discounted
 time to its next use. Let x be 1 when e is chosen at a visit of its layer, p0 = top_k / num_experts
@@ -23,7 +21,7 @@ The second term is the cyclic distance: a layer that has just run comes back las
 are worth less than equals of a layer that is about to run. Without tables p = s and
 V = -ln(1 + (1 - g) exp(-z)); so two transcendental calls replace six.
 
-*Tables* (`Reuse(num_tables=4)`). What was chosen at layers l, l-1, .. of this token says more about
+*Tables* (`Reuse(num_tables=2)`). What was chosen at layers l, l-1, .. of this token says more about
 layer l of the next token than any frequency. T_j[l][i, e] counts how often e was chosen at layer l
 one token after i was chosen at layer l - j (layers wrap), N_j[l][i] how often there was such a
 pair to learn from, and q_e = top_k m_e / sum(m) is the marginal with m_e the choices of e plus 1:
@@ -49,8 +47,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from orchestrator.core.scored_policy import ScoredPolicy
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
     Singles = npt.NDArray[np.float32]
     Indices = npt.NDArray[np.intp]
-
-LFU_HALF_LIFE_VISITS = 16.0
 
 HALF_LIVES_VISITS = (2.0, 16.0, 128.0)
 HALF_LIFE_WEIGHTS = (0.15, 0.35, 0.30)
@@ -71,127 +69,9 @@ TABLE_PRIOR = 8.0
 EVIDENCE_FLOOR = 0.001
 EVIDENCE_WEIGHT = 0.2
 EVIDENCE_LIMIT = 6.0
-DEFAULT_NUM_TABLES = 4
+DEFAULT_NUM_TABLES = 2
 
 _DISCOUNT = math.exp(-1 / DISCOUNT_TOKENS)
-_INF = math.inf
-#: Guess for top_k while nobody has said it: most models choose 8 or 4.
-_GUESSED_TOP_K = 4
-
-
-class ScoredPolicy:
-    """The order of victims by a worth per expert. Subclasses say what an expert is worth.
-
-    The shape may be left out (0): it then grows with what is seen, at the cost of a worse start.
-    """
-
-    __slots__ = ("_num_experts", "_num_layers", "_rank", "_top_k", "_worth")
-
-    def __init__(self, num_layers: int = 0, num_experts: int = 0, top_k: int = 0) -> None:
-        """ValueError if a number is negative or top_k exceeds num_experts."""
-        if min(num_layers, num_experts, top_k) < 0 or top_k > num_experts > 0:
-            raise ValueError(
-                f"no model has {num_layers} layers of {num_experts} experts with top_k {top_k}"
-            )
-        self._num_layers = num_layers
-        self._num_experts = num_experts
-        self._top_k = top_k or _GUESSED_TOP_K
-        self._worth: Floats = np.zeros((num_layers, num_experts))
-        self._rank: Floats = np.full((num_layers, num_experts), _INF)
-
-    # ---- what the directory says ----
-
-    def layer_step(self, layer: LayerId, experts: Sequence[ExpertId]) -> None:
-        raise NotImplementedError
-
-    def refreshed(self, key: ExpertKey) -> None:
-        pass  # Demand was counted by layer_step, where misses that never get a slot count too.
-
-    def admitted(self, key: ExpertKey) -> None:
-        self._make_room(key[0], key[1])
-        self._rank[key] = self._worth[key]
-
-    def removed(self, key: ExpertKey) -> None:
-        self._rank[key] = _INF
-
-    def cleared(self) -> None:
-        self._rank.fill(_INF)
-
-    def victims(self, incoming: ExpertKey | None) -> Iterator[ExpertKey]:
-        rank = self._rank
-        if not rank.size:
-            return
-        num_experts = self._num_experts
-        is_first = True
-        while True:
-            index = int(rank.argmin())
-            key: ExpertKey = divmod(index, num_experts)  # type: ignore[assignment]
-            if rank[key] == _INF:
-                return
-            yield key
-            # The first one nearly always may leave; only when it may not is a copy worth its time.
-            if is_first:
-                rank = rank.copy()
-                is_first = False
-            rank[key] = _INF
-
-    # ---- admission and the choice of fills ----
-
-    def worth(self, key: ExpertKey) -> float:
-        """What keeping `key` is worth now, placed or not; only the order of worths means
-        something."""
-        self._make_room(key[0], key[1])
-        return float(self._worth[key])
-
-    # ---- growth ----
-
-    def _make_room(self, layer: int, expert: int) -> None:
-        if layer < self._num_layers and expert < self._num_experts:
-            return
-        self._grow(max(layer + 1, self._num_layers), max(expert + 1, self._num_experts))
-
-    def _grow(self, num_layers: int, num_experts: int) -> None:
-        worth = np.zeros((num_layers, num_experts))
-        rank = np.full((num_layers, num_experts), _INF)
-        worth[: self._num_layers, : self._num_experts] = self._worth
-        rank[: self._num_layers, : self._num_experts] = self._rank
-        self._worth, self._rank = worth, rank
-        self._num_layers, self._num_experts = num_layers, num_experts
-
-
-class DecayedLfu(ScoredPolicy):
-    """Least frequently chosen first, where a choice counts half after 16 more visits of its layer.
-
-    worth = log2 of the sum, over the visits v at which it was chosen, of 2^(v / 16), less now / 16
-    for a layer that is ahead by a visit. Every expert decays alike, so nothing has to be touched
-    but what was chosen.
-    """
-
-    __slots__ = ("_visits",)
-
-    def __init__(self, num_layers: int = 0, num_experts: int = 0, top_k: int = 0) -> None:
-        super().__init__(num_layers, num_experts, top_k)
-        self._worth.fill(-_INF)  # never chosen
-        self._visits = [0] * num_layers
-
-    def layer_step(self, layer: LayerId, experts: Sequence[ExpertId]) -> None:
-        self._make_room(layer, max(experts, default=0))
-        self._visits[layer] += 1
-        now = self._visits[layer] / LFU_HALF_LIFE_VISITS
-        worth, rank = self._worth[layer], self._rank[layer]
-        for expert in experts:
-            old = float(worth[expert])
-            new = now + math.log2(1.0 + 2.0 ** (old - now))
-            worth[expert] = new
-            if rank[expert] != _INF:
-                rank[expert] = new
-
-    def _grow(self, num_layers: int, num_experts: int) -> None:
-        old_shape = self._worth.shape
-        super()._grow(num_layers, num_experts)
-        self._worth[old_shape[0] :, :] = -_INF
-        self._worth[:, old_shape[1] :] = -_INF
-        self._visits += [0] * (num_layers - len(self._visits))
 
 
 class Reuse(ScoredPolicy):
@@ -210,8 +90,8 @@ class Reuse(ScoredPolicy):
         "_num_tables",
         "_odds",
         "_pairs",
-        "_previous",
         "_products",
+        "_sources",
         "_spare",
         "_state",
         "_sums",
@@ -253,8 +133,7 @@ class Reuse(ScoredPolicy):
         np.dot(self._log_weights, buffer, out=odds)
         np.add(odds, self._constant, out=odds)
         if self._num_tables:
-            self._see(layer, chosen)
-            evidence = self._evidence(layer)
+            evidence = self._evidence(layer, self._see(layer, chosen))
             np.subtract(odds, evidence, out=value)
             np.exp(value, out=value)  # odds against being chosen at the next visit
             np.exp(odds, out=odds)
@@ -276,8 +155,9 @@ class Reuse(ScoredPolicy):
         # In float64, because the time grows without end and the differences must stay.
         distance = (self._tick / self._num_layers + 1) / DISCOUNT_TOKENS
         worth = self._worth[layer]
-        np.subtract(value, distance, out=worth)
+        np.subtract(value, distance, out=worth, dtype=np.float64)
         np.copyto(self._rank[layer], worth, where=self._is_placed[layer])
+        self._stale.add(layer)
 
     def admitted(self, key: ExpertKey) -> None:
         super().admitted(key)
@@ -302,33 +182,26 @@ class Reuse(ScoredPolicy):
         np.add(state, self._sums, out=state)
         flags[chosen] = 0.0
 
-    def _see(self, layer: int, chosen: Indices) -> None:
-        """Learn the pairs (what was chosen a token ago, what is chosen now), then remember."""
-        is_one_row = len(chosen) <= 2 * self._top_k
-        previous, latest = self._previous, self._latest
-        if is_one_row:
-            sources = self._sources(previous, layer, latest[layer])
-            if len(sources):
-                tables = self._tables[layer]
-                places = np.add.outer(sources * self._num_experts, chosen)
-                tables[places] += 1.0
-                self._pairs[layer][sources] += 1.0
-        previous[layer] = latest[layer]
-        latest[layer] = chosen if is_one_row else chosen[:0]
-
-    def _sources(self, history: list[Indices], layer: int, own: Indices) -> Indices:
-        """Rows of the tables of `layer` for what `history` holds of layers l-1, l-2, ..; `own` is
-        what layer l itself stands for."""
-        num_experts, num_layers = self._num_experts, self._num_layers
+    def _see(self, layer: int, chosen: Indices) -> Indices:
+        """Learn the pairs of what was chosen a token ago and what is chosen now; returns the rows
+        of this layer's tables for what is chosen now."""
+        num_experts, num_layers, latest = self._num_experts, self._num_layers, self._latest
+        if len(chosen) > 2 * self._top_k:  # more than one row: who chose what is not known
+            chosen = chosen[:0]
+        sources = self._sources[layer]
+        if len(sources) and len(chosen):
+            places = (sources * num_experts)[:, None] + chosen
+            self._tables[layer][places] += 1.0
+            self._pairs[layer][sources] += 1.0
+        latest[layer] = chosen
         others = [
-            history[(layer - j) % num_layers] + j * num_experts for j in range(1, self._num_tables)
+            latest[(layer - j) % num_layers] + j * num_experts for j in range(1, self._num_tables)
         ]
-        return np.concatenate([own, *others])
+        sources = self._sources[layer] = np.concatenate([chosen, *others])
+        return sources
 
-    def _evidence(self, layer: int) -> Singles:
+    def _evidence(self, layer: int, sources: Indices) -> Singles:
         """0.2 of the evidence per expert, clipped; float32 [num_experts]."""
-        latest = self._latest
-        sources = self._sources(latest, layer, latest[layer])
         spare = self._spare
         if not len(sources):
             spare.fill(0.0)
@@ -391,10 +264,10 @@ class Reuse(ScoredPolicy):
         self._tables = tables.reshape(num_layers, rows * num_experts)
         self._pairs = pairs.reshape(num_layers, rows)
         nothing = np.zeros(0, np.intp)
-        # Choices by layer of the last visit and of the one before it; forgotten when the number of
-        # layers turns out larger, for the layers before the first were others.
+        # Of each layer, what was chosen at its last visit, and the rows of its tables that learn
+        # what follows. Forgotten on growth: with more layers other ones come before the first.
         self._latest = [nothing] * num_layers
-        self._previous = [nothing] * num_layers
+        self._sources = [nothing] * num_layers
         self._chosen: Singles = np.zeros(num_experts, single)
         self._buffer: Singles = np.zeros((3, num_experts), single)
         self._sums: Singles = np.zeros((4, num_experts), single)

@@ -28,7 +28,10 @@ CORE_MAY_IMPORT = re.compile(
 )
 
 #: The policies that score all experts of a layer at once; imported only when chosen.
-CORE_MAY_USE_ARRAYS = {"reuse.py": {"numpy", "numpy.typing"}}
+CORE_MAY_USE_ARRAYS = {
+    "reuse.py": {"numpy", "numpy.typing"},
+    "scored_policy.py": {"numpy", "numpy.typing"},
+}
 
 LINT = "import sys; from importlinter.cli import lint_imports_command as run; sys.exit(run())"
 

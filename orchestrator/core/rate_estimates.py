@@ -1,0 +1,202 @@
+"""Rates of the two branches, kept true while serving: every fill and every CPU batch is a sample.
+
+*Samples* are (bytes, start, end) with the workers' own stamps. A branch has two rates, alone and
+beside the other, so the intervals of both branches are laid over each other first: o is the part of
+a sample during which the other branch worked. A sample of d seconds moved
+
+    bytes = d (1 - o) R_alone + d o R_beside
+
+bytes, and is solved for the rate that had the larger part, with the present estimate of the other.
+For that, both branches of a layer-step must be known: samples wait until `settle`, which is called
+at the join.
+
+*Robust.* Samples below `min_bytes` or of no duration say nothing and are dropped. An estimate is
+the median of the last `WINDOW` samples of its kind, the calibrated rate standing in for those that
+have not come yet: up to half of them may be nonsense, and a change shows as soon as more than half
+of them are new.
+
+*Hysteresis.* `costs` follows an estimate once it is off by more than `FOLLOW_PART`, so that noise
+does not rebuild the planner's tables; and a departure by more than `DRIFT_PART` from what was last
+said is reported once, with both numbers. A rate that has no news of its own then moves with the
+branch's other rate: what slows a CPU beside the link slows it alone as well, and nobody would find
+out while the planner avoids it.
+
+Pure: no clock; times are the stamps that came with the samples.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from orchestrator.core.fluid_split import BranchCosts
+
+Branch = Literal["link", "cpu"]
+
+WINDOW = 7
+FOLLOW_PART = 0.05
+DRIFT_PART = 0.25
+MIN_SAMPLE_BYTES = 1 << 20
+#: Intervals of the other branch that may still overlap a sample.
+_REMEMBERED_INTERVALS = 64
+#: A sample is solved for a rate that had at least this part of it.
+_CLEAR_PART = 0.7
+
+_FIELDS: dict[tuple[Branch, bool], str] = {
+    ("link", False): "link_bytes_per_s",
+    ("link", True): "link_beside_cpu_bytes_per_s",
+    ("cpu", False): "cpu_bytes_per_s",
+    ("cpu", True): "cpu_beside_link_bytes_per_s",
+}
+
+
+class Drift(msgspec.Struct, frozen=True):
+    """A rate is not what it was last said to be; bytes/s."""
+
+    branch: Branch
+    is_beside: bool
+    old_bytes_per_s: float
+    new_bytes_per_s: float
+
+    def __str__(self) -> str:
+        where = "beside the other branch" if self.is_beside else "alone"
+        return (
+            f"{self.branch} {where}: {self.old_bytes_per_s / 1e9:.2f} GB/s, "
+            f"now {self.new_bytes_per_s / 1e9:.2f} GB/s"
+        )
+
+
+class _Sample(msgspec.Struct, frozen=True, gc=False):
+    num_bytes: int
+    start_ns: int
+    end_ns: int
+
+
+class RateEstimates:
+    """Estimates of all four rates; `costs` is what the planner is to use now."""
+
+    __slots__ = ("_costs", "_intervals", "_min_bytes", "_said", "_waiting", "_windows")
+
+    def __init__(self, costs: BranchCosts, *, min_bytes: int = MIN_SAMPLE_BYTES) -> None:
+        """`costs` as calibrated. Experts smaller than `min_bytes` count when they come in batches;
+        for models of small experts state less."""
+        self._costs = costs
+        self._min_bytes = min_bytes
+        self._waiting: dict[Branch, list[_Sample]] = {"link": [], "cpu": []}
+        self._intervals: dict[Branch, deque[_Sample]] = {
+            "link": deque(maxlen=_REMEMBERED_INTERVALS),
+            "cpu": deque(maxlen=_REMEMBERED_INTERVALS),
+        }
+        self._windows: dict[tuple[Branch, bool], deque[float]] = {}
+        self._said: dict[tuple[Branch, bool], float] = {}
+        for kind, field in _FIELDS.items():
+            rate = getattr(costs, field)
+            self._windows[kind] = deque([rate] * WINDOW, maxlen=WINDOW)
+            self._said[kind] = rate
+
+    @property
+    def costs(self) -> BranchCosts:
+        """The calibrated costs with the rates of now; a new object only when one has moved."""
+        return self._costs
+
+    def filled(self, num_bytes: int, start_ns: int, end_ns: int) -> None:
+        """A copy over the link, from its first to its last byte."""
+        self._take("link", _Sample(num_bytes, start_ns, end_ns))
+
+    def executed(self, num_bytes: int, start_ns: int, end_ns: int) -> None:
+        """A CPU batch: bytes of the experts it read."""
+        self._take("cpu", _Sample(num_bytes, start_ns, end_ns))
+
+    def settle(self) -> list[Drift]:
+        """Take in what has come since the last call; what has drifted, each drift once."""
+        touched: set[tuple[Branch, bool]] = set()
+        for branch, samples in self._waiting.items():
+            others = self._intervals["cpu" if branch == "link" else "link"]
+            for sample in samples:
+                kind = self._learn(branch, sample, others)
+                if kind is not None:
+                    touched.add(kind)
+            samples.clear()
+        return self._follow(touched) if touched else []
+
+    # ---- inside ----
+
+    def _take(self, branch: Branch, sample: _Sample) -> None:
+        if sample.end_ns <= sample.start_ns or sample.num_bytes <= 0:
+            return
+        self._intervals[branch].append(sample)
+        if sample.num_bytes >= self._min_bytes:
+            self._waiting[branch].append(sample)
+
+    def _learn(
+        self, branch: Branch, sample: _Sample, others: Sequence[_Sample]
+    ) -> tuple[Branch, bool] | None:
+        """Put one sample into its window; None if neither rate had a clear part of it."""
+        span_ns = sample.end_ns - sample.start_ns
+        beside = overlap_ns(sample.start_ns, sample.end_ns, others) / span_ns
+        is_beside = beside >= _CLEAR_PART
+        if not is_beside and 1 - beside < _CLEAR_PART:
+            return None
+        part = beside if is_beside else 1 - beside
+        other_rate = getattr(self._costs, _FIELDS[branch, not is_beside])
+        rate = sample.num_bytes / (span_ns * 1e-9)
+        # Never below what the whole sample would say if the rest of it had moved at that rate too.
+        solved = max((rate - (1 - part) * other_rate) / part, rate * part)
+        self._windows[branch, is_beside].append(solved)
+        return branch, is_beside
+
+    def _follow(self, touched: set[tuple[Branch, bool]]) -> list[Drift]:
+        changes: dict[str, float] = {}
+        moved: dict[tuple[Branch, bool], float] = {}
+        for kind in touched:
+            used = getattr(self._costs, _FIELDS[kind])
+            estimate = median(self._windows[kind])
+            if not _is_off(estimate, used, FOLLOW_PART):
+                continue
+            changes[_FIELDS[kind]] = estimate
+            moved[kind] = estimate
+            twin = (kind[0], not kind[1])
+            if twin not in touched and used > 0 and _is_off(estimate, used, DRIFT_PART):
+                other = getattr(self._costs, _FIELDS[twin]) * estimate / used
+                changes[_FIELDS[twin]] = other
+                window = self._windows[twin]
+                window.extend([other] * WINDOW)
+        if changes:
+            self._costs = msgspec.structs.replace(self._costs, **changes)
+        drifts: list[Drift] = []
+        for kind in sorted(moved):
+            if _is_off(moved[kind], self._said[kind], DRIFT_PART):
+                drifts.append(Drift(kind[0], kind[1], self._said[kind], moved[kind]))
+                self._said[kind] = moved[kind]
+        return drifts
+
+
+def overlap_ns(start_ns: int, end_ns: int, others: Sequence[_Sample]) -> int:
+    """How much of [start, end) is covered by the union of `others`."""
+    covered_ns, reached_ns = 0, start_ns
+    for other in sorted(others, key=_start_ns):
+        begin_ns, finish_ns = max(other.start_ns, reached_ns), min(other.end_ns, end_ns)
+        if finish_ns > begin_ns:
+            covered_ns += finish_ns - begin_ns
+            reached_ns = finish_ns
+    return covered_ns
+
+
+def _start_ns(sample: _Sample) -> int:
+    return sample.start_ns
+
+
+def median(results: Sequence[float]) -> float:
+    """The middle one; of an even number, the upper of the two."""
+    return sorted(results)[len(results) // 2]
+
+
+def _is_off(rate: float, reference: float, part: float) -> bool:
+    """Whether two rates differ by more than `part` of the smaller one."""
+    low, high = min(rate, reference), max(rate, reference)
+    return high > low * (1 + part)

@@ -17,9 +17,10 @@ of them are new.
 
 *Hysteresis.* `costs` follows an estimate once it is off by more than `FOLLOW_PART`, so that noise
 does not rebuild the planner's tables; and a departure by more than `DRIFT_PART` from what was last
-said is reported once, with both numbers. A rate that has no news of its own then moves with the
-branch's other rate: what slows a CPU beside the link slows it alone as well, and nobody would find
-out while the planner avoids it.
+said is reported once, with both numbers. A rate without news of its own moves with the branch's
+other rate when that has changed by more than `TWIN_PART`, to less than half or more than twice:
+what cripples a CPU beside the link cripples it alone as well, and nobody would find out while the
+planner avoids it. Smaller changes may well concern one of the two alone.
 
 Pure: no clock; times are the stamps that came with the samples.
 """
@@ -41,6 +42,7 @@ Branch = Literal["link", "cpu"]
 WINDOW = 7
 FOLLOW_PART = 0.05
 DRIFT_PART = 0.25
+TWIN_PART = 1.0
 MIN_SAMPLE_BYTES = 1 << 20
 #: Intervals of the other branch that may still overlap a sample.
 _REMEMBERED_INTERVALS = 64
@@ -161,7 +163,7 @@ class RateEstimates:
             changes[_FIELDS[kind]] = estimate
             moved[kind] = estimate
             twin = (kind[0], not kind[1])
-            if twin not in touched and used > 0 and _is_off(estimate, used, DRIFT_PART):
+            if twin not in touched and used > 0 and _is_off(estimate, used, TWIN_PART):
                 other = getattr(self._costs, _FIELDS[twin]) * estimate / used
                 changes[_FIELDS[twin]] = other
                 window = self._windows[twin]

@@ -142,8 +142,7 @@ def test_a_policy_without_a_shape_grows_with_what_it_sees(name: str) -> None:
         shaped.admitted((2, expert))
     # Learned from another start, so not the same numbers; but who is best and worst is clear.
     ends = [
-        (list(policy.victims(None))[0], list(policy.victims(None))[-1])
-        for policy in (shaped, growing)
+        (next(policy.victims(None)), list(policy.victims(None))[-1]) for policy in (shaped, growing)
     ]
     assert ends[0] == ends[1]
 

@@ -1,0 +1,98 @@
+"""The floor rule on made-up machines: it must leave a bad split, come back, and probe little."""
+
+from __future__ import annotations
+
+from orchestrator.core.floor_rule import (
+    MAX_INTERVAL,
+    MIN_INTERVAL,
+    PROBE_STEPS,
+    Arm,
+    FloorRule,
+)
+
+EVEN: dict[Arm, float] = {"split": 1.0, "fill": 1.0, "cpu": 1.0}
+
+
+def drive(
+    rule: FloorRule, truth: dict[Arm, float], steps: int, predicted: dict[Arm, float] = EVEN
+) -> list[Arm]:
+    used = []
+    for _ in range(steps):
+        arm = rule.next_arm(predicted)
+        used.append(arm)
+        rule.measured(truth[arm])
+    return used
+
+
+def test_a_good_split_is_kept_and_probed_ever_less() -> None:
+    rule = FloorRule()
+    used = drive(rule, {"split": 1.0, "fill": 2.0, "cpu": 1.5}, 20_000)
+    assert rule.held == "split"
+    probes = [index for index, arm in enumerate(used) if arm != "split"]
+    assert 10 < len(probes) < 20_000 * 0.01
+    assert sum(index < 2000 for index in probes) > sum(index >= 18_000 for index in probes)
+    assert {"fill", "cpu"} <= set(used)
+
+
+def test_a_split_worse_than_one_branch_is_left_soon() -> None:
+    for best in ("fill", "cpu"):
+        rule = FloorRule()
+        truth: dict[Arm, float] = {"split": 1.2, "fill": 2.0, "cpu": 2.0}
+        truth[best] = 1.0
+        used = drive(rule, truth, 3 * MIN_INTERVAL)
+        assert rule.held == best
+        assert used[-1] == best
+
+
+def test_it_comes_back_when_the_split_is_good_again() -> None:
+    rule = FloorRule()
+    drive(rule, {"split": 1.5, "fill": 2.0, "cpu": 1.0}, 300)
+    assert rule.held == "cpu"
+    drive(rule, {"split": 0.9, "fill": 2.0, "cpu": 1.0}, MAX_INTERVAL + 100)
+    assert rule.held == "split"
+
+
+def test_a_gain_within_the_margin_is_no_reason() -> None:
+    rule = FloorRule()
+    drive(rule, {"split": 1.0, "fill": 2.0, "cpu": 0.98}, 1000)
+    assert rule.held == "split"
+
+
+def test_one_slow_step_in_a_probe_decides_nothing() -> None:
+    rule = FloorRule()
+    for index in range(2000):
+        arm = rule.next_arm(EVEN)
+        rule.measured({"split": 1.0, "fill": 2.0, "cpu": 1.2}[arm] * (9.0 if index % 7 == 0 else 1))
+    assert rule.held == "split"
+
+
+def test_hopeless_and_absent_arms_are_not_tried() -> None:
+    rule = FloorRule()
+    predicted: dict[Arm, float] = {"split": 1.0, "fill": 20.0}
+    used = drive(rule, {"split": 1.0, "fill": 0.1, "cpu": 0.1}, 2000, predicted)
+    assert set(used) == {"split"}
+
+
+def test_an_arm_that_goes_away_is_left_at_once() -> None:
+    rule = FloorRule()
+    drive(rule, {"split": 1.5, "fill": 2.0, "cpu": 1.0}, 300)
+    assert rule.held == "cpu"
+    assert rule.next_arm({"split": 1.0, "fill": 1.0}) == "split"
+    assert rule.held == "split"
+
+
+def test_changed_rates_make_probes_soon_again() -> None:
+    rule = FloorRule()
+    drive(rule, {"split": 1.0, "fill": 2.0, "cpu": 1.5}, 20_000)
+    rule.rates_changed()
+    used = drive(rule, {"split": 1.0, "fill": 2.0, "cpu": 1.5}, 2 * MIN_INTERVAL)
+    assert used.count("cpu") == used.count("fill") == PROBE_STEPS
+
+
+def test_the_change_is_told_to_whoever_measured() -> None:
+    rule = FloorRule()
+    told = []
+    for _ in range(200):
+        arm = rule.next_arm(EVEN)
+        told.append(rule.measured(2.0 if arm == "split" else 1.0))
+    assert [arm for arm in told if arm] == ["cpu"]

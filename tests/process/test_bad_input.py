@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,6 +48,52 @@ def nothing(model: Path) -> None:
     pass
 
 
+#: A tensor of an expert, as it is named on disk.
+TENSOR = "model.layers.1.mlp.experts.3.down_proj.weight"
+
+
+def change_tensor(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Path], None]:
+    def rewrite(model: Path) -> None:
+        path = model / "model.safetensors"
+        tensors = load_file(path)
+        tensors[TENSOR] = change(tensors[TENSOR])
+        save_file(tensors, path, {"format": "pt"})
+
+    return rewrite
+
+
+def with_nan(values: np.ndarray) -> np.ndarray:
+    values = values.copy()
+    values[-1, -1] = np.nan
+    return values
+
+
+def overlap(model: Path) -> None:
+    """Let one tensor claim the bytes of its neighbour."""
+    path = model / "model.safetensors"
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    entry = header[TENSOR]
+    start, end = entry["data_offsets"]
+    entry["data_offsets"] = [start - 4, end - 4]
+    changed = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(changed)) + changed + data[8 + length :])
+
+
+def lose_shard(model: Path) -> None:
+    """An index that names a shard which is not there."""
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    index = {
+        "metadata": {},
+        "weight_map": {
+            TENSOR: "model-00002-of-00002.safetensors",
+            "lm_head.weight": "model-00001-of-00002.safetensors",
+        },
+    }
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 #: What is wrong -> (how to make it so, more flags, words of the sentence, seconds it may take).
 #: What config, tokenizer and flags tell is told before anything heavy is imported.
 QUICK_S, IMPORTING_S = 20.0, 90.0
@@ -62,6 +111,16 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str, float]] = {
     "broken tokenizer": (write("tokenizer.json", "{}"), [], "is not a tokenizer", QUICK_S),
     "no weights": (remove("model.safetensors"), [], "safetensors", QUICK_S),
     "truncated weights": (cut, [], "model.safetensors", QUICK_S),
+    "overlapping tensors": (overlap, [], TENSOR, QUICK_S),
+    "missing shard": (lose_shard, [], "model-00002-of-00002.safetensors", QUICK_S),
+    "NaN weights": (change_tensor(with_nan), [], TENSOR, IMPORTING_S),
+    "wrong shape": (change_tensor(lambda values: values[:, :-1].copy()), [], TENSOR, IMPORTING_S),
+    "wrong dtype": (
+        change_tensor(lambda values: values.astype(np.int32)),
+        [],
+        TENSOR,
+        IMPORTING_S,
+    ),
     "unknown architecture": (
         change_config(model_type="moe_of_tomorrow", architectures=["MoeOfTomorrow"]),
         [],

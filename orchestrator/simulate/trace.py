@@ -75,7 +75,9 @@ def read_trace(path: Path) -> RoutingTrace:
         UserError: there is no such file, or it is no trace; one sentence says what is wrong.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        # Opened here, because numpy leaves it open when it turns out to be no archive.
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise UserError(f"{path} is a single array, not a routing trace (.npz).")
             arrays: dict[str, Any] = {

@@ -1,0 +1,77 @@
+"""The virtual machine against the planner's own prediction, and its copies behind."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.core.fluid_split import BranchCosts, predicted_s
+from orchestrator.simulate.machine import VirtualMachine
+
+MB = 1_000_000
+COSTS = BranchCosts.residual(10 * MB, 10e9, 40e9)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    fills=st.integers(0, 5),
+    runs=st.integers(0, 5),
+    link=st.sampled_from([4e9, 20e9]),
+    host=st.sampled_from([10e9, 50e9]),
+    fixed=st.sampled_from([0.0, 2e-5, 4e-4]),
+    gpu=st.sampled_from([0.0, 1e-5]),
+)
+def test_what_is_predicted_happens(
+    fills: int, runs: int, link: float, host: float, fixed: float, gpu: float
+) -> None:
+    costs = BranchCosts(8 * MB, link, 0.8 * link, host, 0.4 * host, fixed, 2e-5, gpu_expert_s=gpu)
+    machine: VirtualMachine[int] = VirtualMachine(costs)
+    machine.run(fills, runs)
+    assert machine.now_s == pytest.approx(predicted_s(costs, fills, runs), abs=1e-9)
+    assert machine.num_copied_bytes == pytest.approx(fills * 8 * MB)
+
+
+def test_a_copy_behind_uses_what_is_left_and_is_not_waited_for() -> None:
+    machine: VirtualMachine[str] = VirtualMachine(COSTS)
+    machine.copy_behind("a", is_beside_cpu=False)
+    assert machine.compute(0.4e-3) == []
+    assert machine.run(0, 1) == []  # waits for the CPU
+    assert machine.now_s == pytest.approx(0.4e-3 + 0.25e-3)
+    assert machine.compute(0.6e-3 - 1e-9) == []
+    assert machine.compute(1e-6) == ["a"]
+    assert machine.num_behind == 0
+    assert machine.link_busy_s == pytest.approx(1e-3)
+    assert machine.cpu_busy_s == pytest.approx(0.25e-3)
+
+
+def test_a_copy_beside_the_cpu_slows_it() -> None:
+    machine: VirtualMachine[str] = VirtualMachine(COSTS)
+    machine.copy_behind("a", is_beside_cpu=True)
+    assert machine.run(0, 1) == []
+    assert machine.now_s == pytest.approx(10 * MB / 30e9)
+    assert machine.compute(1e-3) == ["a"]
+
+
+def test_a_demanded_fill_goes_first() -> None:
+    machine: VirtualMachine[str] = VirtualMachine(COSTS)
+    machine.copy_behind("a", is_beside_cpu=True)
+    machine.compute(0.5e-3)
+    assert machine.run(1, 0) == []
+    assert machine.now_s == pytest.approx(1.5e-3)
+    assert machine.compute(0.6e-3) == ["a"]
+
+
+def test_copies_behind_end_in_order_and_move_their_bytes() -> None:
+    machine: VirtualMachine[str] = VirtualMachine(COSTS)
+    for label in "abc":
+        machine.copy_behind(label, is_beside_cpu=True)
+    ended = [label for _ in range(40) for label in machine.compute(1e-4)]
+    assert ended == ["a", "b", "c"]
+    assert machine.num_copied_bytes == pytest.approx(30 * MB)
+
+
+def test_a_branch_that_never_ends_is_said() -> None:
+    machine: VirtualMachine[str] = VirtualMachine(BranchCosts(MB, 1e9, 1e9, 0.0, 0.0))
+    with pytest.raises(ValueError, match="never ends"):
+        machine.run(0, 1)

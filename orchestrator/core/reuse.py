@@ -71,6 +71,7 @@ EVIDENCE_WEIGHT = 0.2
 EVIDENCE_LIMIT = 6.0
 DEFAULT_NUM_TABLES = 2
 
+_LEAST_PRODUCT = math.exp(-EVIDENCE_LIMIT / EVIDENCE_WEIGHT)
 _DISCOUNT = math.exp(-1 / DISCOUNT_TOKENS)
 
 
@@ -80,21 +81,20 @@ class Reuse(ScoredPolicy):
     __slots__ = (
         "_buffer",
         "_chosen",
-        "_constant",
         "_decay",
-        "_floor",
-        "_gain",
+        "_floors",
         "_is_placed",
         "_latest",
         "_log_weights",
+        "_num_choices",
         "_num_tables",
         "_odds",
+        "_odds_factor",
         "_pairs",
         "_products",
         "_sources",
         "_spare",
         "_state",
-        "_sums",
         "_tables",
         "_tick",
         "_value",
@@ -126,36 +126,33 @@ class Reuse(ScoredPolicy):
         chosen = np.array(experts, dtype=np.intp)
         self._tick += 1
         self._count(layer, chosen)
-        # exp(-z), into `odds`: the odds against being chosen at a later visit.
         buffer, odds, value = self._buffer, self._odds, self._value
-        np.add(self._state[layer, :3], self._floor, out=buffer)
+        np.add(self._state[layer, :3], self._floors, out=buffer)
         np.log(buffer, out=buffer)
         np.dot(self._log_weights, buffer, out=odds)
-        np.add(odds, self._constant, out=odds)
+        np.exp(odds, out=odds)  # exp(-z) but for a factor
         if self._num_tables:
-            evidence = self._evidence(layer, self._see(layer, chosen))
-            np.subtract(odds, evidence, out=value)
-            np.exp(value, out=value)  # odds against being chosen at the next visit
-            np.exp(odds, out=odds)
+            # With A = exp(-z) and B = exp(-z - evidence), the odds against being chosen at a later
+            # visit and at the next one:  V = ln( (1 + B / ((1 / g - 1) A + 1 / g)) / (1 + B) )
+            np.multiply(odds, self._odds_factor, out=odds)
+            self._tell(layer, self._see(layer, chosen))
             spare = self._spare
-            # V = ln( (1 + g B / (1 + (1 - g) A)) / (1 + B) ), A = `odds`, B = `value`
+            np.multiply(odds, spare, out=value)
             np.multiply(odds, 1 / _DISCOUNT - 1, out=odds)
             np.add(odds, 1 / _DISCOUNT, out=odds)
             np.divide(value, odds, out=spare)
             np.add(spare, 1.0, out=spare)
             np.add(value, 1.0, out=value)
-            np.divide(spare, value, out=value)
+            np.divide(value, spare, out=value)
             np.log(value, out=value)
         else:
             # V = -ln( 1 + (1 - g) A )
-            np.exp(odds, out=value)
-            np.multiply(value, 1 - _DISCOUNT, out=value)
+            np.multiply(odds, self._odds_factor * (1 - _DISCOUNT), out=value)
             np.log1p(value, out=value)
-            np.negative(value, out=value)
         # In float64, because the time grows without end and the differences must stay.
         distance = (self._tick / self._num_layers + 1) / DISCOUNT_TOKENS
         worth = self._worth[layer]
-        np.subtract(value, distance, out=worth, dtype=np.float64)
+        np.subtract(-distance, value, out=worth, dtype=np.float64)
         np.copyto(self._rank[layer], worth, where=self._is_placed[layer])
         self._stale.add(layer)
 
@@ -174,13 +171,16 @@ class Reuse(ScoredPolicy):
     # ---- the parts of a layer-step ----
 
     def _count(self, layer: int, chosen: Indices) -> None:
-        """Decay and raise the three frequencies, and count the choices (the fourth row)."""
+        """Decay and raise the three frequencies, and count the choices (the fourth row).
+
+        The rows are r_h / (1 - 2^(-1/h)), so that a choice adds 1 to each.
+        """
         state, flags = self._state[layer], self._chosen
         flags[chosen] = 1.0
         np.multiply(state, self._decay, out=state)
-        np.multiply(self._gain, flags, out=self._sums)
-        np.add(state, self._sums, out=state)
+        np.add(state, flags, out=state)
         flags[chosen] = 0.0
+        self._num_choices[layer] += len(chosen)
 
     def _see(self, layer: int, chosen: Indices) -> Indices:
         """Learn the pairs of what was chosen a token ago and what is chosen now; returns the rows
@@ -200,25 +200,22 @@ class Reuse(ScoredPolicy):
         sources = self._sources[layer] = np.concatenate([chosen, *others])
         return sources
 
-    def _evidence(self, layer: int, sources: Indices) -> Singles:
-        """0.2 of the evidence per expert, clipped; float32 [num_experts]."""
-        spare = self._spare
+    def _tell(self, layer: int, sources: Indices) -> None:
+        """exp(-0.2 evidence) per expert, clipped, into `spare`; float32 [num_experts]."""
+        spare, products = self._spare, self._products
         if not len(sources):
-            spare.fill(0.0)
-            return spare
-        counts = self._state[layer, 3]
-        np.divide(counts.sum() / self._top_k, counts, out=spare)  # 1 / q
+            spare.fill(1.0)
+            return
+        np.divide(self._num_choices[layer] / self._top_k, self._state[layer, 3], out=spare)  # 1 / q
         ratios = self._tables[layer].reshape(-1, self._num_experts).take(sources, axis=0)
         share = 1.0 / (self._pairs[layer].take(sources)[:, None] + TABLE_PRIOR)
         np.multiply(ratios, share, out=ratios)
         np.multiply(ratios, spare, out=ratios)
         np.add(ratios, share * TABLE_PRIOR + EVIDENCE_FLOOR, out=ratios)
-        np.multiply.reduce(ratios, axis=0, dtype=np.float64, out=self._products)
-        np.log(self._products, out=self._products)
-        np.multiply(self._products, EVIDENCE_WEIGHT, out=spare, casting="same_kind")
-        np.maximum(spare, -EVIDENCE_LIMIT, out=spare)
-        np.minimum(spare, EVIDENCE_LIMIT, out=spare)
-        return spare
+        np.multiply.reduce(ratios, axis=0, dtype=np.float64, out=products)
+        np.maximum(products, _LEAST_PRODUCT, out=products)
+        np.minimum(products, 1 / _LEAST_PRODUCT, out=products)
+        np.power(products, -EVIDENCE_WEIGHT, out=spare, casting="same_kind")
 
     # ---- arrays ----
 
@@ -234,19 +231,20 @@ class Reuse(ScoredPolicy):
         marginal = min(self._top_k, max(num_experts - 1, 1)) / max(num_experts, 2)
         floor = marginal * FLOOR_PART
         weights = np.array(HALF_LIFE_WEIGHTS)
-        self._floor = single(floor)
-        self._log_weights = (-weights).astype(single)
-        # -logit(p0) + sum w ln(p0 + c)
-        self._constant = single(
-            math.log((1 - marginal) / marginal) + weights.sum() * math.log(marginal + floor)
-        )
         decay = 2.0 ** (-1.0 / np.array(HALF_LIVES_VISITS))
+        self._log_weights = (-weights).astype(single)
         # As wide as the rows: a broadcast column costs more than its zero bytes save.
         wide = np.ones((4, num_experts), single)
         self._decay = wide * np.append(decay, 1.0).astype(single)[:, None]
-        self._gain = wide * np.append(1.0 - decay, 1.0).astype(single)[:, None]
-        state = np.full((num_layers, 4, num_experts), marginal, single)
-        state[:, 3] = 1.0
+        self._floors = wide[:3] * (floor / (1 - decay)).astype(single)[:, None]
+        # exp(-z) = factor x product of (r_h / (1 - d_h) + floor_h) ^ -w_h
+        self._odds_factor = float(
+            (1 - marginal)
+            / marginal
+            * math.exp((weights * np.log((marginal + floor) / (1 - decay))).sum())
+        )
+        state = np.ones((num_layers, 4, num_experts), single)
+        state[:, :3] = (marginal / (1 - decay))[:, None]
         is_placed = np.zeros((num_layers, num_experts), bool)
         shape = (num_layers, self._num_tables, num_experts, num_experts)
         tables = np.zeros(shape, single)
@@ -264,13 +262,14 @@ class Reuse(ScoredPolicy):
         self._tables = tables.reshape(num_layers, rows * num_experts)
         self._pairs = pairs.reshape(num_layers, rows)
         nothing = np.zeros(0, np.intp)
+        # Sum of the fourth row of the state, by layer.
+        self._num_choices: list[float] = [float(row.sum()) for row in state[:, 3]]
         # Of each layer, what was chosen at its last visit, and the rows of its tables that learn
         # what follows. Forgotten on growth: with more layers other ones come before the first.
         self._latest = [nothing] * num_layers
         self._sources = [nothing] * num_layers
         self._chosen: Singles = np.zeros(num_experts, single)
         self._buffer: Singles = np.zeros((3, num_experts), single)
-        self._sums: Singles = np.zeros((4, num_experts), single)
         self._odds: Singles = np.zeros(num_experts, single)
         self._value: Singles = np.zeros(num_experts, single)
         self._spare: Singles = np.zeros(num_experts, single)

@@ -72,12 +72,17 @@ class ScoredPolicy:
 
     def admitted(self, key: ExpertKey) -> None:
         self._make_room(key[0], key[1])
-        self._rank[key] = self._worth[key]
-        self._stale.add(key[0])
+        worth = float(self._worth[key])
+        self._rank[key] = worth
+        layer = key[0]
+        if worth < self._heads[layer]:
+            self._heads[layer] = worth
+            self._head_of[layer] = key[1]
 
     def removed(self, key: ExpertKey) -> None:
         self._rank[key] = _INF
-        self._stale.add(key[0])
+        if self._head_of[key[0]] == key[1]:
+            self._stale.add(key[0])
 
     def cleared(self) -> None:
         self._rank.fill(_INF)

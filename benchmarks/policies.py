@@ -78,7 +78,8 @@ class Bench:
             fills = candidates.ranked[: split.num_fills]
             fills += [copy.key for copy in self.behind.choose(candidates, split.num_fills, 0)]
             reservations = [directory.reserve(key) for key in fills]
-        self.memory.demanded(keys)
+        if self.choice.needs_last_demand:
+            self.memory.demanded(keys)
         decided = perf_counter_ns()
         for reservation in reservations:
             directory.commit(reservation.slot, reservation.generation)

@@ -65,6 +65,11 @@ class FillChoice:
         self._last_demand = last_demand
         self._worth = policy.worth if isinstance(policy, WorthPolicy) else None
 
+    @property
+    def needs_last_demand(self) -> bool:
+        """Whether `last_demand` is ever asked; if not, nobody need remember it."""
+        return self._worth is None
+
     def candidates(self, directory: ExpertDirectory, misses: Sequence[ExpertKey]) -> Candidates:
         """After `directory.layer_step` and after the hits were pinned, so that none is a victim."""
         worth = self._worth
@@ -84,7 +89,7 @@ class FillChoice:
         if num_free < num_misses:
             for score, victim in zip(worths[num_free:], directory.evictable(), strict=False):
                 gain = score - worth(victim)
-                if gain <= 0:
+                if not gain > 0:  # nor where both are worth -inf
                     break
                 gains.append(gain)
         return Candidates(ranked, gains)

@@ -162,7 +162,8 @@ class Replay:
             self._commit(landed)
         elif num_hits and self._gpu_s:
             self._commit(machine.compute(self._gpu_s))
-        self._memory.demanded(keys)
+        if self._choice.needs_last_demand:
+            self._memory.demanded(keys)
         for slot in pinned:
             directory.unpin(slot)
 

@@ -3,7 +3,8 @@
     python benchmarks/policies.py --json
     python benchmarks/policies.py --trace FILE.npz --slots 25%
 
-For each policy and each layer-step, in microseconds (p50 and p90 of the second half):
+For each policy and each layer-step, in microseconds (p10, p50 and p90 of the second half; the p10
+is what a machine with nothing else to do would show):
 
     update      `layer_step`: what the policy learns from the router's choice
     decision    everything between the router and the commands: update, look-up, pins, rank and
@@ -91,10 +92,11 @@ class Bench:
         self.release_ns.append(end - decided)
 
 
-def percentiles(samples_ns: list[int]) -> tuple[float, float]:
-    """p50 and p90 of the second half, us."""
+def percentiles(samples_ns: list[int]) -> tuple[float, float, float]:
+    """p10, p50 and p90 of the second half, us."""
     half = sorted(samples_ns[len(samples_ns) // 2 :])
-    return statistics.median(half) / 1e3, half[int(len(half) * 0.9)] / 1e3
+    low, high = half[int(len(half) * 0.1)], half[int(len(half) * 0.9)]
+    return low / 1e3, statistics.median(half) / 1e3, high / 1e3
 
 
 def main() -> int:
@@ -125,13 +127,13 @@ def main() -> int:
             for layer, experts in enumerate(step):
                 bench.layer_step(layer, experts)
     lru = benches.get("lru")
-    lru_us = percentiles(lru.decision_ns)[0] if lru is not None else None
+    lru_us = percentiles(lru.decision_ns)[1] if lru is not None else None
     rows = []
     for name, bench in benches.items():
         row = {"policy": name, "hit_rate": bench.directory.hits / trace.ids.size}
         for part in ("update", "decision", "release"):
-            p50, p90 = percentiles(getattr(bench, f"{part}_ns"))
-            row |= {f"{part}_p50_us": p50, f"{part}_p90_us": p90}
+            p10, p50, p90 = percentiles(getattr(bench, f"{part}_ns"))
+            row |= {f"{part}_p10_us": p10, f"{part}_p50_us": p50, f"{part}_p90_us": p90}
         row["over_lru"] = None if lru_us is None else row["decision_p50_us"] / lru_us
         rows.append(row)
     if options.json:

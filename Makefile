@@ -19,8 +19,10 @@ setup:
 
 demo:
 	@scripts/setup
-	@.venv/bin/headrace generate --model models/demo --slots 25% --max-tokens 200 \
-		--prompt "The function returns"
+	@# The link is paced to a quarter of a GB/s, so that the split has something to decide even here,
+	@# where slots and store are the same memory.
+	@.venv/bin/headrace generate --model models/demo --slots 25% --emulate-link-gbps 0.25 \
+		--max-tokens 200 --prompt "The function returns"
 
 test:
 	@scripts/setup --quiet

@@ -15,7 +15,7 @@ from protocol.errors import UserError
 from protocol.logs import set_up_logging
 from protocol.machine import ROOT, read_cpus, worker_threads
 from protocol.messages import Capabilities
-from protocol.worker_flags import number, worker_parser
+from protocol.worker_flags import add_max_isa, number, worker_parser
 from protocol.worker_life import run_worker
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="N",
         help="threads that compute experts (default: one per physical core allowed here)",
     )
+    add_max_isa(parser)
     options = parser.parse_args(argv)
     set_up_logging("cpu_worker", options.log_level)
     try:
@@ -76,12 +77,12 @@ def main(argv: list[str] | None = None) -> int:
         options.run_dir,
         options.wait,
         lambda: capabilities,
-        partial(_serve, num_threads=num_threads),
+        partial(_serve, num_threads=num_threads, max_isa=options.max_isa),
     )
 
 
-def _serve(link: WorkerLink, *, num_threads: int) -> None:
-    importlib.import_module("cpu_worker.worker").serve(link, num_threads)
+def _serve(link: WorkerLink, *, num_threads: int, max_isa: str) -> None:
+    importlib.import_module("cpu_worker.worker").serve(link, num_threads, max_isa)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ import torch
 
 from cpu_worker.affinity import page_nodes
 from cpu_worker.pool import ExpertPool
+from expert_kernels.native import make_expert_function
 from expert_kernels.probe import measure_rate
-from expert_kernels.reference import TORCH_DTYPE, ExpertFunction, use_one_thread
+from expert_kernels.reference import TORCH_DTYPE, use_one_thread
 from expert_kernels.step_rows import ActivationViews, StepRows, as_tensor, run_expert
 from expert_store.segment import StoreView
 from protocol.errors import ProtocolError
@@ -29,6 +30,7 @@ from protocol.step_segment import ACTIVATIONS, WEIGHTS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from expert_kernels.native import MaxIsa
     from protocol.messages import WorkerCommand
     from protocol.worker_life import WorkerLink
 
@@ -43,7 +45,7 @@ class CpuWorker:
         ProtocolError: weights and activations do not belong to one model.
     """
 
-    def __init__(self, link: WorkerLink, num_threads: int) -> None:
+    def __init__(self, link: WorkerLink, num_threads: int, max_isa: MaxIsa = "best") -> None:
         weights_fd, _ = link.segment(WEIGHTS)
         self._store = StoreView(weights_fd)
         self.layout = self._store.layout
@@ -59,11 +61,18 @@ class CpuWorker:
                 f"{self._views.hidden.shape[1]}, the experts take {self.layout.dtype} rows of "
                 f"{self.layout.form.hidden_size}"
             )
-        self._function = ExpertFunction(self.layout)
+        self._function = make_expert_function(self.layout, max_isa=max_isa, num_threads=num_threads)
         self._tensors: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         self._epoch = link.epoch
-        self.pool = ExpertPool(num_threads)
+        self.num_threads = num_threads
+        # The native function has threads of its own.
+        self.pool = ExpertPool(1 if self._function.takes_whole_steps else num_threads)
         self.num_dropped = 0
+
+    @property
+    def isa(self) -> str:
+        """What the experts are computed with: "torch", or an instruction set."""
+        return self._function.isa
 
     def execute(self, command: Execute) -> Executed | None:
         """Compute; None when the command was dropped."""
@@ -75,7 +84,11 @@ class CpuWorker:
         num_rows = self._views.read_header()[2]
         rows = StepRows.of(self._views, num_rows, command.experts)
         num_bytes = len(command.experts) * self.layout.block_bytes
-        self.pool.run(command.experts, partial(self._run, rows, command.layer), num_bytes)
+        if self._function.takes_whole_steps:
+            tensors = [self._tensors_of(command.layer, expert) for expert in command.experts]
+            self._function.run_step(rows, command.experts, tensors)
+        else:
+            self.pool.run(command.experts, partial(self._run, rows, command.layer), num_bytes)
         return Executed(
             self._epoch,
             command.step,
@@ -97,13 +110,16 @@ class CpuWorker:
         x = torch.linspace(-1, 1, self.layout.form.hidden_size).to(self._function.dtype)[None]
 
         def compute(keys: Sequence[tuple[int, int]]) -> None:
+            if self._function.takes_whole_steps:
+                self._function.run_each([self._tensors_of(*key) for key in keys], x)
+                return
             self.pool.run(
                 keys,
                 lambda key: self._function(self._tensors_of(*key), x),
                 len(keys) * self.layout.block_bytes,
             )
 
-        batch = min(max(self.layout.top_k, self.pool.num_threads), self.layout.total_experts)
+        batch = min(max(self.layout.top_k, self.num_threads), self.layout.total_experts)
         return measure_rate(compute, self.layout, batch=batch)
 
     def weight_pages(self) -> str:
@@ -151,10 +167,10 @@ class CpuWorker:
         return None
 
 
-def serve(link: WorkerLink, num_threads: int) -> None:
+def serve(link: WorkerLink, num_threads: int, max_isa: MaxIsa = "best") -> None:
     """Set up, say `Ready`, then compute until the orchestrator is gone."""
     use_one_thread()
-    worker = CpuWorker(link, num_threads)
+    worker = CpuWorker(link, num_threads, max_isa)
     try:
         with torch.inference_mode():
             link.ready(_rate(link, worker))
@@ -168,13 +184,18 @@ def serve(link: WorkerLink, num_threads: int) -> None:
 
 def _rate(link: WorkerLink, worker: CpuWorker) -> float:
     """Measured bytes/s, or 0.0 when a person has stated the rate."""
-    pages, num_threads = worker.weight_pages(), worker.pool.num_threads
+    pages, num_threads = worker.weight_pages(), worker.num_threads
     log.info("%s", pages)
     if link.setup.is_rate_stated:
         return 0.0
     link.progress(0, 1, f"measuring the rate of {num_threads} threads; {pages}")
     rate = worker.measure_rate()
-    log.info("computes experts at %.2f GB/s with %d threads", rate / 1e9, num_threads)
+    log.info(
+        "computes experts at %.2f GB/s with %d threads (%s)",
+        rate / 1e9,
+        num_threads,
+        worker.isa,
+    )
     return rate
 
 

@@ -23,10 +23,12 @@ import torch
 from torch.nn import functional
 
 from expert_kernels.activations import activation
+from expert_kernels.step_rows import run_expert
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from expert_kernels.step_rows import StepRows
     from expert_store.layout import Dtype, ExpertForm, StoreLayout
 
 TORCH_DTYPE: dict[Dtype, torch.dtype] = {
@@ -43,11 +45,17 @@ def use_one_thread() -> None:
 
 
 class ExpertFunction:
-    """The function of every expert of one store.
+    """The function of every expert of one store, in torch: the fallback, and the one for devices.
+
+    `takes_whole_steps`: whether `run_step` shares its work out over threads of its own; where it
+    does not, callers may compute experts side by side. `isa`: the instruction set, or "torch".
 
     Raises:
         UserError: the store's activation is unknown here.
     """
+
+    takes_whole_steps = False
+    isa = "torch"
 
     def __init__(self, layout: StoreLayout) -> None:
         form = layout.form
@@ -89,6 +97,21 @@ class ExpertFunction:
             middle = self._linear(x, tensors[self._first_name])
             result = self._linear(self._gate(middle), tensors["down"])
         return result if result.dtype is torch.float32 else result.float()
+
+    def run_step(
+        self,
+        step_rows: StepRows,
+        experts: Sequence[int],
+        tensors: Sequence[dict[str, torch.Tensor]],
+    ) -> None:
+        """Compute `experts`, each from its `tensors`, for the rows that chose it, into their
+        places; an expert that no row chose is passed over."""
+        for expert, of_expert in zip(experts, tensors, strict=True):
+            run_expert(self, of_expert, step_rows, expert)
+
+    def run_each(self, tensors: Sequence[dict[str, torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
+        """float32 [num_experts, n, hidden_size]: each of the experts on the same rows `x`."""
+        return torch.stack([self(of_expert, x) for of_expert in tensors])
 
 
 def _transposed_linear(

@@ -6,8 +6,9 @@ import os
 import sys
 
 from protocol.logs import set_up_logging
+from protocol.machine import read_cpus, worker_threads
 from protocol.messages import Capabilities
-from protocol.worker_flags import worker_parser
+from protocol.worker_flags import add_max_isa, number, worker_parser
 from protocol.worker_life import run_worker
 
 _DESCRIPTION = """\
@@ -32,6 +33,14 @@ def main(argv: list[str] | None = None) -> int:
         help="cpu: slots in host memory, no GPU is touched; cuda: slots in device memory; "
         "auto: what the orchestrator was started with (default: %(default)s)",
     )
+    parser.add_argument(
+        "--threads",
+        type=number(int, 1, "threads"),
+        metavar="N",
+        help="threads that compute resident experts on --device cpu (default: one per physical "
+        "core allowed here)",
+    )
+    add_max_isa(parser)
     arguments = parser.parse_args(argv)
     set_up_logging("gpu_worker", arguments.log_level)
     # After the flags are read: these take seconds. Before joining: the model loads meanwhile.
@@ -39,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
 
     from gpu_worker.worker import serve
 
-    # One thread: the order of every addition stays fixed, and cpu_workers get the other cores.
+    # torch with one thread: the order of every addition stays fixed. The native kernels' does so
+    # with any number of threads.
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     return run_worker(
@@ -47,7 +57,12 @@ def main(argv: list[str] | None = None) -> int:
         arguments.run_dir,
         arguments.wait,
         lambda: _capabilities(arguments.device),
-        lambda link: serve(link, arguments.device),
+        lambda link: serve(
+            link,
+            arguments.device,
+            max_isa=arguments.max_isa,
+            num_threads=arguments.threads or worker_threads(read_cpus()),
+        ),
     )
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from expert_kernels.step_rows import StepRows, run_expert
+from expert_kernels.step_rows import StepRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,8 +121,8 @@ class HostRows:
     def compute(self, experts: Sequence[ExpertId], slots: Sequence[SlotId]) -> None:
         if self._step_rows is None:  # once per layer-step, and only if anything is resident
             self._step_rows = StepRows.of(self._views, self._num_rows, list(self._counts))
-        for expert, slot in zip(experts, slots, strict=True):
-            run_expert(self._function, self._slots.tensors(slot), self._step_rows, expert)
+        tensors = [self._slots.tensors(slot) for slot in slots]
+        self._function.run_step(self._step_rows, experts, tensors)
         self._computed_ns = time.monotonic_ns()
 
     def wait_computed(self) -> int:

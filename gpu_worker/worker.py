@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from expert_kernels.native import make_expert_function
 from expert_kernels.reference import TORCH_DTYPE, ExpertFunction
 from expert_kernels.step_rows import ActivationViews
 from expert_store.layout import HEADER_BYTES, decode_header
@@ -30,6 +31,7 @@ from protocol.messages import Copied, Copy, DropSequence, Refused, StartStep, St
 from protocol.step_segment import ACTIVATIONS, WEIGHTS
 
 if TYPE_CHECKING:
+    from expert_kernels.native import MaxIsa
     from expert_store.layout import StoreLayout
     from gpu_worker.cuda_slots import InProcessCopier
     from gpu_worker.model import DenseModel
@@ -168,8 +170,16 @@ class GpuWorker:
             os.sched_yield()
 
 
-def serve(link: WorkerLink, device_choice: str = "auto") -> None:
+def serve(
+    link: WorkerLink,
+    device_choice: str = "auto",
+    *,
+    max_isa: MaxIsa = "best",
+    num_threads: int = 1,
+) -> None:
     """Set up, say Ready, follow commands. `device_choice` "auto" takes the orchestrator's word.
+
+    `max_isa` and `num_threads` are for a device that is the CPU (expert_kernels.native).
 
     Raises:
         UserError: what was asked for cannot be set up here.
@@ -192,19 +202,20 @@ def serve(link: WorkerLink, device_choice: str = "auto") -> None:
             f"{layout.num_layers}; start the orchestrator anew with this model."
         )
     link.progress(1, 2, "setting up expert slots")
-    function = ExpertFunction(layout)
     memory, grant = link.map_segment(ACTIVATIONS, is_writable=True)
     views = ActivationViews(memory, grant)
     rows: Rows
     slots: ExpertSlots
     copier = None
     if device.type == "cpu":
+        function = make_expert_function(layout, max_isa=max_isa, num_threads=num_threads)
         slots = SharedSlots(link, function)
         rows = HostRows(views, function, slots)
     else:
         # Only a machine with a device pays for the import.
         from gpu_worker.cuda_slots import set_up_cuda
 
+        function = ExpertFunction(layout)
         slots, rows, copier = set_up_cuda(link, function, views, memory, device)
     try:
         with torch.inference_mode():

@@ -15,6 +15,8 @@ from protocol.run_dir import default_run_dir
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+#: "torch" is no native code at all; the others are ceilings, "best" is none.
+MAX_ISAS = ("torch", "scalar", "avx2", "avx512", "neon", "best")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -57,6 +59,18 @@ def worker_parser(
         help="least level of the lines written to stderr (default: %(default)s)",
     )
     return parser
+
+
+def add_max_isa(parser: argparse.ArgumentParser) -> None:
+    """--max-isa, for the workers that compute experts on the processor."""
+    parser.add_argument(
+        "--max-isa",
+        choices=MAX_ISAS,
+        default="best",
+        help="the most to use of this processor for experts; the bits of the results are the same "
+        "for all of them but torch, which every worker must be given or none "
+        "(default: %(default)s)",
+    )
 
 
 def number(kind: type[int] | type[float], least: float, what: str) -> Callable[[str], float]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from expert_kernels.reference import ExpertFunction
+from expert_kernels.native import make_expert_function
 from expert_kernels.step_rows import ActivationViews, as_tensor
 from expert_store.segment import StoreView
 from protocol.messages import (
@@ -34,6 +34,7 @@ from tests.protocol.fake_orchestrator import FakeOrchestrator, Worker, small_lay
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from expert_kernels.native import MaxIsa
     from expert_store.layout import Dtype
 
 pytestmark = pytest.mark.process
@@ -56,10 +57,15 @@ def route(views: ActivationViews, step: int, layer: int, choices: list[list[int]
 
 
 def expected_rows(
-    orchestrator: FakeOrchestrator, views: ActivationViews, layer: int, experts: list[int]
+    orchestrator: FakeOrchestrator,
+    views: ActivationViews,
+    layer: int,
+    experts: list[int],
+    max_isa: MaxIsa = "best",
 ) -> torch.Tensor:
     """What `rows` must hold, computed in this process in the plainest way."""
-    layout, function = orchestrator.layout, ExpertFunction(orchestrator.layout)
+    layout = orchestrator.layout
+    function = make_expert_function(layout, max_isa=max_isa)
     num_rows = views.read_header()[2]
     result = torch.full_like(views.rows, float("nan"))
     torch.set_num_threads(1)
@@ -76,11 +82,12 @@ def expected_rows(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("max_isa", ["best", "torch"])
 def test_rows_are_the_reference_bit_for_bit(
-    dtype: Dtype, tmp_path: Path, tiny_env: dict[str, str]
+    max_isa: MaxIsa, dtype: Dtype, tmp_path: Path, tiny_env: dict[str, str]
 ) -> None:
     with FakeOrchestrator(tmp_path / "run", small_layout(dtype), environ=tiny_env) as orchestrator:
-        worker = orchestrator.start_worker("cpu_worker", "--threads", "2")
+        worker = orchestrator.start_worker("cpu_worker", "--threads", "2", "--max-isa", max_isa)
         views = ActivationViews(orchestrator.activations_map, orchestrator.activations)
         cases = [
             (1, 0, [[5, 2]], [5, 2]),
@@ -97,23 +104,24 @@ def test_rows_are_the_reference_bit_for_bit(
             assert (executed.layer, executed.experts) == (layer, experts)
             assert executed.num_bytes == len(experts) * orchestrator.layout.block_bytes
             assert 0 < executed.started_ns <= executed.ended_ns <= time.monotonic_ns()
-            expected = expected_rows(orchestrator, views, layer, experts)
+            expected = expected_rows(orchestrator, views, layer, experts, max_isa)
             assert torch.equal(views.rows.view(torch.int32), expected.view(torch.int32))
         del views
 
 
+@pytest.mark.parametrize("max_isa", ["best", "torch"])
 def test_threads_share_large_experts_and_change_no_bit(
-    tmp_path: Path, tiny_env: dict[str, str]
+    max_isa: MaxIsa, tmp_path: Path, tiny_env: dict[str, str]
 ) -> None:
     layout = small_layout(hidden_size=512, intermediate_size=384, num_experts=(6,))
     with FakeOrchestrator(tmp_path / "run", layout, environ=tiny_env) as orchestrator:
-        worker = orchestrator.start_worker("cpu_worker", "--threads", "3")
+        worker = orchestrator.start_worker("cpu_worker", "--threads", "3", "--max-isa", max_isa)
         views = ActivationViews(orchestrator.activations_map, orchestrator.activations)
         for step in range(1, 6):
             route(views, step, 0, [[0, 1], [2, 3], [4, 5]])
             orchestrator.send(worker, execute(worker, step, 0, [0, 1, 2, 3, 4, 5]))
             orchestrator.expect(worker, Executed)
-            expected = expected_rows(orchestrator, views, 0, [0, 1, 2, 3, 4, 5])
+            expected = expected_rows(orchestrator, views, 0, [0, 1, 2, 3, 4, 5], max_isa)
             assert torch.equal(views.rows.view(torch.int32), expected.view(torch.int32))
         del views
 
@@ -265,7 +273,10 @@ def test_mistakes_are_one_sentence(
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("flags", [["--threads", "0"], ["--threads", "x"], ["--numa-node", "999"]])
+@pytest.mark.parametrize(
+    "flags",
+    [["--threads", "0"], ["--threads", "x"], ["--numa-node", "999"], ["--max-isa", "mmx"]],
+)
 def test_its_own_flags_are_checked(flags: list[str], tiny_env: dict[str, str]) -> None:
     command = [sys.executable, "-P", "-m", "cpu_worker", *flags]
     result = subprocess.run(

@@ -24,6 +24,7 @@ import torch
 import zmq
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from expert_kernels.native import make_expert_function
 from expert_kernels.reference import ExpertFunction
 from expert_kernels.step_rows import ActivationViews, StepRows, as_tensor, run_expert
 from expert_store.layout import ExpertForm, StoreLayout, encode_header, make_layout
@@ -244,7 +245,7 @@ class Pipeline:
         ]
         memory = mmap.mmap(self._fds[1], activations.num_bytes)
         self.views = ActivationViews(memory, activations)
-        self.function = ExpertFunction(layout)
+        self.function = make_expert_function(layout)
         self.store = StoreView(self._fds[0])
         blocks = self.store.memory[layout.blocks_offset_bytes :]
         os.pwrite(self._fds[2], blocks, 0)

@@ -1,0 +1,299 @@
+"""How fast the CPU computes experts, beside how fast it can read memory at all, and beside torch.
+
+    python -m benchmarks.cpu_experts               a table
+    python -m benchmarks.cpu_experts --quick       fewer cases, within 50 s
+    python -m benchmarks.cpu_experts --json        one JSON object on stdout
+
+Experts lie in a segment like a store's, larger than any cache by far, and are visited far apart.
+Each call computes eight of them, as a layer-step of decode does, with all its rows in each. The
+read ceiling, the native kernels and torch take turns in short slices of the same memory with the
+same number of threads; what is shown is the median over the rounds, so that a moment in which
+somebody else used the machine touches all three or none. Weights count once per call, however many
+rows. For several rows, `bound_ms` is what an expert may take: the longer of reading its weights at
+the ceiling and twice its multiplications at torch's best matrix product (`torch_gflops`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from typing import TYPE_CHECKING, get_args
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from expert_kernels.native import MaxIsa, NativeExpertFunction
+from expert_kernels.native_library import NativeLibraryError
+from expert_kernels.reference import TORCH_DTYPE, ExpertFunction
+from expert_kernels.step_rows import as_tensor
+from expert_store.layout import Dtype, ExpertForm, StoreLayout, make_layout
+from expert_store.memory import memory_room
+from expert_store.segment import SegmentMap, create_segment, size_segment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: hidden size, intermediate size, experts of a layer: Qwen3-30B-A3B, Qwen3-Next, Mixtral, gpt-oss.
+SHAPES = ((2048, 768, 128), (2048, 512, 256), (4096, 14336, 8), (2880, 2880, 32))
+WORKING_SET_BYTES = 3_000_000_000
+EXPERTS_PER_CALL = 8
+_READ_BYTES = 256 * 1024 * 1024
+_PATTERN_ITEMS = 16 * 1024 * 1024
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One case. Rates in GB/s of weights; `*_ms` per expert."""
+
+    format: str
+    hidden: int
+    intermediate: int
+    experts: int
+    rows: int
+    threads: int
+    gbps: float
+    ceiling_gbps: float
+    torch_gbps: float
+    share: float
+    """Median over the rounds of native rate / read ceiling."""
+    time_ms: float
+    bound_ms: float
+
+
+class Case(msgspec.Struct, frozen=True):
+    dtype: Dtype
+    shape: tuple[int, int, int]
+    rows: int
+    threads: int
+
+
+def main() -> int:
+    args = _parse()
+    progress = Console(stderr=True)
+    try:
+        NativeExpertFunction(_layout_of(Case("bfloat16", SHAPES[0], 1, 1)), max_isa=args.max_isa)
+    except NativeLibraryError as error:
+        print(f"cpu_experts: there are no native kernels to measure: {error}", file=sys.stderr)
+        return 2
+    room = memory_room().available_bytes
+    needed_bytes = WORKING_SET_BYTES + 2**30
+    if room < needed_bytes:
+        print(
+            f"cpu_experts: needs {needed_bytes / 1e9:.1f} GB of memory, {room / 1e9:.1f} are free",
+            file=sys.stderr,
+        )
+        return 2
+    rows = []
+    with Memory() as memory:
+        gflops = {n: torch_gflops(n) for n in {case.threads for case in _cases(args)}}
+        for number, case in enumerate(_cases(args)):
+            progress.print(f"{number + 1} of {len(_cases(args))}: {case}", style="dim")
+            memory.fill(case.dtype)
+            rows.append(measure(case, memory.blocks, args, gflops[case.threads]))
+        result = {
+            "isa": NativeExpertFunction(_layout_of(_cases(args)[0]), max_isa=args.max_isa).isa,
+            "cpus": len(os.sched_getaffinity(0)),
+            "has_huge_pages": memory.has_huge_pages,
+            "torch_gflops": {str(n): round(rate, 1) for n, rate in gflops.items()},
+            "rows": [msgspec.to_builtins(row) for row in rows],
+        }
+    if args.json:
+        print(json.dumps(result, indent=2))
+    else:
+        _print_table(rows, result)
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cpu_experts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--quick", action="store_true", help="within 50 s: bfloat16, few rows")
+    parser.add_argument("--max-isa", choices=get_args(MaxIsa)[1:], default="best")
+    parser.add_argument("--threads", type=int, nargs="+", metavar="N", help="default: 1 and all")
+    parser.add_argument("--formats", nargs="+", choices=get_args(Dtype), metavar="DTYPE")
+    args = parser.parse_args()
+    args.threads = args.threads or sorted({1, len(os.sched_getaffinity(0))})
+    args.formats = args.formats or (["bfloat16"] if args.quick else list(get_args(Dtype)))
+    args.slice_s = 0.1 if args.quick else 0.25
+    args.rounds = 4 if args.quick else 9
+    return args
+
+
+def _cases(args: argparse.Namespace) -> list[Case]:
+    most = max(args.threads)
+    many = (4, 32) if args.quick else (2, 4, 8, 32, 128)
+    return [
+        *(Case(d, shape, 1, n) for d in args.formats for shape in SHAPES for n in args.threads),
+        *(Case(d, SHAPES[0], num_rows, most) for d in args.formats for num_rows in many),
+    ]
+
+
+def _layout_of(case: Case) -> StoreLayout:
+    hidden, intermediate, num_experts = case.shape
+    return make_layout(
+        model_name="benchmark",
+        checkpoint_fingerprint="",
+        form=ExpertForm(
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            has_gate=True,
+            has_bias=False,
+            is_transposed=False,
+            is_interleaved=False,
+            activation="silu",
+            gate="act_mul",
+        ),
+        dtype=case.dtype,
+        model_layer_ids=(0,),
+        num_experts=(num_experts,),
+        top_k=min(EXPERTS_PER_CALL, num_experts),
+    )
+
+
+class Memory:
+    """A segment of weights, of whatever pages the kernel grants a store's segment."""
+
+    def __enter__(self) -> Memory:
+        self._fd = create_segment("headrace-benchmark")
+        size_segment(self._fd, WORKING_SET_BYTES)
+        self._map = SegmentMap(self._fd, writable=True)
+        self.has_huge_pages = self._map.has_huge_pages
+        self.blocks = as_tensor(self._map.memory, torch.uint8, 0, [WORKING_SET_BYTES])
+        self._dtype: Dtype | None = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.blocks
+        self._map.close()
+        os.close(self._fd)
+
+    def fill(self, dtype: Dtype) -> None:
+        """Random weights of that dtype; the same ones again and again, which no cache notices."""
+        if dtype == self._dtype:
+            return
+        generator = torch.Generator().manual_seed(0)
+        pattern = torch.randn(_PATTERN_ITEMS, generator=generator).mul_(0.02)
+        data = pattern.to(TORCH_DTYPE[dtype]).view(torch.uint8)
+        for start in range(0, WORKING_SET_BYTES, data.numel()):
+            part = self.blocks[start : start + data.numel()]
+            part.copy_(data[: part.numel()])
+        self._dtype = dtype
+
+
+def torch_gflops(num_threads: int) -> float:
+    """torch's best rate for a large product, float32 or bfloat16, in 1e9 operations per second."""
+    torch.set_num_threads(num_threads)
+    best = 0.0
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.randn(512, 2048).to(dtype), torch.randn(2048, 1536).to(dtype)
+        for _ in range(4):
+            started_s = time.perf_counter()
+            torch.mm(a, b)
+            best = max(best, 2 * 512 * 2048 * 1536 / (time.perf_counter() - started_s) / 1e9)
+    return best
+
+
+def measure(case: Case, blocks: torch.Tensor, args: argparse.Namespace, gflops: float) -> Row:
+    """Rounds of slices: read, native, torch."""
+    layout = _layout_of(case)
+    native = NativeExpertFunction(layout, max_isa=args.max_isa, num_threads=case.threads)
+    reference = ExpertFunction(layout)
+    torch.set_num_threads(case.threads)
+    num_blocks = WORKING_SET_BYTES // layout.block_bytes
+    tensors = [
+        native.tensors_of(blocks[i * layout.block_bytes : (i + 1) * layout.block_bytes])
+        for i in range(num_blocks)
+    ]
+    x = torch.randn(case.rows, native.hidden_size).to(native.dtype)
+    turns = {"read": 0, "native": 0, "torch": 0}
+
+    def batch_of(turn: int, size: int) -> list[dict[str, torch.Tensor]]:
+        stride = _stride(num_blocks)
+        return [tensors[(turn * size + i) * stride % num_blocks] for i in range(size)]
+
+    def read(turn: int) -> int:
+        start = turn * _READ_BYTES % (WORKING_SET_BYTES - _READ_BYTES)
+        native.read(blocks[start : start + _READ_BYTES])
+        return _READ_BYTES
+
+    def run(function: ExpertFunction, size: int) -> Callable[[int], int]:
+        def call(turn: int) -> int:
+            batch = batch_of(turn, size)
+            function.run_each(batch, x)
+            return len(batch) * layout.expert_bytes
+
+        return call
+
+    size = min(EXPERTS_PER_CALL, num_blocks)
+    # torch computes them one by one anyway; with many rows, eight would far outlast a slice.
+    works = {"read": read, "native": run(native, size), "torch": run(reference, 1)}
+    rates: dict[str, list[float]] = {name: [] for name in works}
+    with torch.inference_mode():
+        for _ in range(args.rounds):
+            for name, work in works.items():
+                num_bytes, started_s = 0, time.perf_counter()
+                while (elapsed_s := time.perf_counter() - started_s) < args.slice_s:
+                    num_bytes += work(turns[name])
+                    turns[name] += 1
+                rates[name].append(num_bytes / elapsed_s / 1e9)
+    native.close()
+    ceiling_gbps, gbps, torch_gbps = (statistics.median(found) for found in rates.values())
+    flops = 2 * case.rows * layout.expert_bytes / native.dtype.itemsize
+    read_ms = layout.expert_bytes / ceiling_gbps / 1e6
+    return Row(
+        case.dtype,
+        *case.shape,
+        case.rows,
+        case.threads,
+        gbps=round(gbps, 2),
+        ceiling_gbps=round(ceiling_gbps, 2),
+        torch_gbps=round(torch_gbps, 2),
+        share=round(
+            statistics.median(n / c for n, c in zip(rates["native"], rates["read"], strict=True)),
+            3,
+        ),
+        time_ms=round(layout.expert_bytes / gbps / 1e6, 3),
+        bound_ms=round(max(read_ms, 2 * flops / gflops / 1e6), 3),
+    )
+
+
+def _stride(num_blocks: int) -> int:
+    """Steps that visit all blocks, neighbours far apart."""
+    stride = max(1, int(num_blocks * 0.618))
+    while math.gcd(stride, num_blocks) != 1:
+        stride += 1
+    return stride
+
+
+def _print_table(rows: list[Row], result: dict[str, object]) -> None:
+    table = Table(title=f"Experts on {result['cpus']} cpus, {result['isa']}")
+    for name in ("format", "H x I", "rows", "threads", "GB/s", "of", "share", "torch", "ms", "<="):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.format,
+            f"{row.hidden} x {row.intermediate}",
+            str(row.rows),
+            str(row.threads),
+            f"{row.gbps:.1f}",
+            f"{row.ceiling_gbps:.1f}",
+            f"{row.share:.2f}",
+            f"{row.torch_gbps:.1f}",
+            f"{row.time_ms:.2f}",
+            f"{row.bound_ms:.2f}",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""Experts computed by the native kernels: the function of reference.py at the speed of memory.
+
+**One call is one layer-step**: all experts asked for, all their rows, as one parallel job over a
+pool of threads of the library's own (native/pool.h). Python's lock is released meanwhile.
+
+**Bits.** A result row depends on the weights, the row and the form alone: sums are float32, in an
+order that native/kernels.h states, the same on every instruction set, for every number of threads
+and rows, at every address. Two processes of one machine therefore agree whatever `max_isa` and
+threads each was given, as long as both compute natively; with torch the last bits differ.
+
+**Rounding** follows transformers' eager experts, so that tokens are theirs: 16-bit weights and
+inputs are widened exactly, products are summed in float32, and what torch rounds to the dtype is
+rounded here: each projection (with transposed weights before and after its bias, else after), and
+every operation of activation and gate. What remains is the order of the additions and the last bit
+of exp, tanh and erf.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import weakref
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from expert_kernels.native_library import (
+    NativeLibraryError,
+    Step,
+    form_of,
+    load_library,
+    usable_isas,
+)
+from expert_kernels.reference import ExpertFunction
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from expert_kernels.step_rows import StepRows
+    from expert_store.layout import StoreLayout
+
+log = logging.getLogger("headrace")
+
+#: As in protocol.worker_flags. "torch": nothing native; those of other processors do no harm.
+MaxIsa = Literal["torch", "scalar", "avx2", "avx512", "neon", "best"]
+_RANK = {"scalar": 0, "neon": 1, "avx2": 1, "avx512": 2, "best": 3}
+
+#: How long an idle thread of the pool looks for work before it sleeps. About what waking it costs.
+SPIN_US = 20
+
+_is_slowness_told = False
+
+
+def make_expert_function(
+    layout: StoreLayout, *, max_isa: MaxIsa = "best", num_threads: int = 1
+) -> ExpertFunction:
+    """The fastest function for this store here: native where that can be had, else torch's.
+
+    Args:
+        layout: of the store whose blocks (or slots with copies of them) will be computed.
+        max_isa: the most that may be used of the processor; "torch" for no native code at all.
+        num_threads: of the native function, the calling one included. torch's has one.
+
+    Raises:
+        UserError: the store's activation is unknown.
+    """
+    global _is_slowness_told
+    if max_isa == "torch":
+        return ExpertFunction(layout)
+    try:
+        return NativeExpertFunction(layout, max_isa=max_isa, num_threads=num_threads)
+    except NativeLibraryError as error:
+        if not _is_slowness_told:
+            _is_slowness_told = True
+            log.warning(
+                "experts run on torch, at a fraction of the memory's speed: the native kernels "
+                "cannot be used, %s",
+                error,
+            )
+        return ExpertFunction(layout)
+
+
+class NativeExpertFunction(ExpertFunction):
+    """See `ExpertFunction`. Use from one thread at a time; others wait.
+
+    `isa` is the instruction set in use.
+
+    Raises:
+        NativeLibraryError: no library, no threads, or a form that it does not know.
+        UserError: the store's activation is unknown.
+    """
+
+    takes_whole_steps = True
+
+    def __init__(
+        self, layout: StoreLayout, *, max_isa: MaxIsa = "best", num_threads: int = 1
+    ) -> None:
+        super().__init__(layout)
+        self._library = load_library()
+        self._form = form_of(layout)
+        names = usable_isas(self._library)
+        self._isa = max(index for index, name in enumerate(names) if _RANK[name] <= _RANK[max_isa])
+        self.isa = names[self._isa]
+        self.num_threads = num_threads
+        pool = self._library.hr_pool_create(num_threads, SPIN_US)
+        if not pool:
+            raise NativeLibraryError(f"{num_threads} threads could not be started")
+        self._pool = ctypes.c_void_p(pool)
+        self._first_offset = self._form.first_offset
+        self.close = weakref.finalize(self, self._library.hr_pool_destroy, self._pool)
+
+    def __call__(self, tensors: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return self.run_each([tensors], x)[0]
+
+    def run_each(self, tensors: Sequence[dict[str, torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
+        num_experts, num_rows = len(tensors), x.shape[0]
+        result = torch.empty((num_experts, num_rows, self.hidden_size), dtype=torch.float32)
+        self._run(
+            [self._address(of_expert) for of_expert in tensors],
+            [num_rows * e for e in range(num_experts + 1)],
+            list(range(num_rows)) * num_experts,
+            list(range(num_rows * num_experts)),
+            x.contiguous(),
+            result,
+        )
+        return result
+
+    def run_step(
+        self,
+        step_rows: StepRows,
+        experts: Sequence[int],
+        tensors: Sequence[dict[str, torch.Tensor]],
+    ) -> None:
+        views = step_rows.views
+        blocks: list[int] = []
+        pair_begin = [0]
+        row_ids: list[int] = []
+        place_ids: list[int] = []
+        for expert, of_expert in zip(experts, tensors, strict=True):
+            choice = step_rows.choice_of.get(expert)
+            if choice is not None:
+                row_ids.append(0)
+                place_ids.append(choice)
+            elif (found := step_rows.by_expert.get(expert)) is not None:
+                row_ids += found[0].tolist()
+                place_ids += found[1].tolist()
+            else:
+                continue
+            blocks.append(self._address(of_expert))
+            pair_begin.append(len(row_ids))
+        self._run(blocks, pair_begin, row_ids, place_ids, views.hidden, views.places)
+
+    def read(self, memory: torch.Tensor) -> int:
+        """A checksum of `memory` (uint8): reading alone, with all threads, for comparison."""
+        return int(self._library.hr_read(self._pool, memory.data_ptr(), memory.numel()))
+
+    def _address(self, tensors: dict[str, torch.Tensor]) -> int:
+        """Where the block begins that these tensors are views of."""
+        return tensors[self._first_name].data_ptr() - self._first_offset
+
+    def _run(
+        self,
+        blocks: list[int],
+        pair_begin: list[int],
+        row_ids: list[int],
+        place_ids: list[int],
+        hidden: torch.Tensor,
+        places: torch.Tensor,
+    ) -> None:
+        num_experts, num_pairs = len(blocks), len(row_ids)
+        arrays = (
+            (ctypes.c_void_p * num_experts)(*blocks),
+            (ctypes.c_int64 * (num_experts + 1))(*pair_begin),
+            (ctypes.c_int64 * num_pairs)(*row_ids),
+            (ctypes.c_int64 * num_pairs)(*place_ids),
+        )
+        step = Step(
+            num_experts,
+            *(ctypes.addressof(array) for array in arrays),
+            hidden.data_ptr(),
+            places.data_ptr(),
+        )
+        code = self._library.hr_run(
+            self._pool, ctypes.byref(self._form), self._isa, ctypes.byref(step)
+        )
+        if code:
+            raise MemoryError(f"no memory for the rows of {num_experts} experts (code {code})")

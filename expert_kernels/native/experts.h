@@ -1,0 +1,95 @@
+// The C interface of the native expert kernels: plain pointers and numbers, bound by ctypes.
+//
+// Nothing here knows Python, torch or processes. `expert_kernels/native_library.py` mirrors these
+// declarations; `hr_abi_version` lets it refuse a library that was built from other sources.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__GNUC__)
+#define HR_EXPORT extern "C" __attribute__((visibility("default")))
+#else
+#define HR_EXPORT extern "C"
+#endif
+
+constexpr int32_t HR_ABI_VERSION = 1;
+
+enum HrDtype : int32_t { HR_FLOAT32 = 0, HR_BFLOAT16 = 1, HR_FLOAT16 = 2 };
+
+// In the order of expert_store.layout.GateKind's description.
+enum HrGate : int32_t { HR_ACT_MUL = 0, HR_CLAMPED_ACT_MUL = 1, HR_ALPHA_SWIGLU = 2, HR_ACT = 3 };
+
+// Activations by the names that transformers gives them; see gates.cpp for the formulas.
+enum HrActivation : int32_t {
+    HR_GELU = 0,
+    HR_GELU_10,
+    HR_GELU_ACCURATE,  // gelu_new is the same
+    HR_GELU_FAST,
+    HR_GELU_PYTORCH_TANH,
+    HR_HARDSWISH,
+    HR_LEAKY_RELU,
+    HR_LINEAR,
+    HR_MISH,
+    HR_QUICK_GELU,
+    HR_RELU,
+    HR_RELU2,
+    HR_RELU6,
+    HR_SIGMOID,
+    HR_SILU,  // swish is the same
+    HR_SQRT_SOFTPLUS,
+    HR_TANH,
+    HR_NUM_ACTIVATIONS
+};
+
+// What every expert of a store computes and where its tensors begin within a block, in bytes.
+struct HrForm {
+    int32_t hidden_size;
+    int32_t intermediate_size;
+    int32_t dtype;
+    int32_t gate;
+    int32_t activation;
+    int32_t has_gate;
+    int32_t has_bias;
+    int32_t is_transposed;
+    int32_t is_interleaved;
+    float alpha;
+    float limit;
+    int32_t reserved;
+    int64_t first_offset;
+    int64_t down_offset;
+    int64_t first_bias_offset;
+    int64_t down_bias_offset;
+};
+
+// One layer-step. Expert e of num_experts lies at blocks[e] and was chosen by the pairs
+// pair_begin[e] .. pair_begin[e + 1]; pair p reads row row_ids[p] of `hidden` (dtype of the form,
+// rows contiguous) and writes float32 row place_ids[p] of `places` (rows contiguous).
+struct HrStep {
+    int64_t num_experts;
+    const void* const* blocks;
+    const int64_t* pair_begin;
+    const int64_t* row_ids;
+    const int64_t* place_ids;
+    const void* hidden;
+    float* places;
+};
+
+struct HrPool;
+
+HR_EXPORT int32_t hr_abi_version();
+
+// Instruction sets that this binary and this processor both have, ascending: their names, or null
+// past the last. Number 0 is "scalar".
+HR_EXPORT const char* hr_isa_name(int32_t index);
+
+// A pool of num_threads threads, the calling one included; null when threads cannot be started.
+// A helper without work spins for spin_us microseconds, then sleeps until there is some.
+HR_EXPORT HrPool* hr_pool_create(int32_t num_threads, int32_t spin_us);
+HR_EXPORT void hr_pool_destroy(HrPool* pool);
+
+// Compute a layer-step with instruction set number `isa`. Returns 0, or 1 when memory for the
+// intermediate rows could not be had, or 2 when `form` or `isa` is none that this library knows.
+HR_EXPORT int32_t hr_run(HrPool* pool, const HrForm* form, int32_t isa, const HrStep* step);
+
+// Read num_bytes at `data` with all threads of the pool and return a checksum: the read ceiling.
+HR_EXPORT uint64_t hr_read(HrPool* pool, const void* data, int64_t num_bytes);

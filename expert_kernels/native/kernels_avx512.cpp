@@ -1,0 +1,51 @@
+// AVX-512 (foundation): 16 lanes, one vector for the 16 sums.
+//
+// The bf16 dot product instructions are not used: they flush subnormal values and their roundings
+// differ from a fused multiply-add, and reading the weights, not adding, is what takes the time.
+
+#include <immintrin.h>
+
+#include "kernel_template.h"
+
+namespace {
+
+struct Avx512 {
+    static constexpr int LANES = 16;
+    static constexpr int OUTPUTS = 4;
+    static constexpr int OUTPUTS_OF_ROWS = 4;
+    static constexpr int ROWS = 4;
+    using Reg = __m512;
+
+    static Reg zero() { return _mm512_setzero_ps(); }
+    static Reg load(const float* source) { return _mm512_loadu_ps(source); }
+    static Reg broadcast(float value) { return _mm512_set1_ps(value); }
+    static void store(float* target, Reg value) { _mm512_storeu_ps(target, value); }
+    static Reg fma(Reg a, Reg b, Reg c) { return _mm512_fmadd_ps(a, b, c); }
+    static void prefetch(const char* address) { _mm_prefetch(address, _MM_HINT_T0); }
+
+    template <int D>
+    static Reg widen(const char* source) {
+        if constexpr (D == HR_FLOAT32) {
+            return _mm512_loadu_ps(source);
+        } else {
+            const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+            if constexpr (D == HR_FLOAT16) return _mm512_cvtph_ps(bits);
+            return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+        }
+    }
+
+    static float reduce(const Reg (&sums)[1]) {
+        const __m256 low = _mm512_castps512_ps256(sums[0]);
+        const __m256 high =
+            _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(sums[0]), 1));
+        const __m256 eight = _mm256_add_ps(low, high);
+        __m128 s = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+        s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+        s = _mm_add_ss(s, _mm_movehdup_ps(s));
+        return _mm_cvtss_f32(s);
+    }
+};
+
+}  // namespace
+
+extern const Kernels avx512_kernels = kernels_of<Avx512>("avx512");

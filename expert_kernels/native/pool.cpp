@@ -1,0 +1,107 @@
+// See pool.h. Sleeping and waking use the usual pairing: who goes to sleep says so before looking
+// once more, who brings work or its end shows it before looking for sleepers; all four in one total
+// order (sequentially consistent), so at least one of the two sees the other.
+
+#include "pool.h"
+
+#include <chrono>
+
+namespace {
+
+constexpr int TILE_BITS = 24;
+constexpr uint64_t TILE_MASK = (uint64_t(1) << TILE_BITS) - 1;
+constexpr int PAUSES_PER_LOOK_AT_CLOCK = 64;
+
+uint64_t next_of(uint64_t ticket) { return ticket & TILE_MASK; }
+uint64_t count_of(uint64_t ticket) { return (ticket >> TILE_BITS) & TILE_MASK; }
+
+// True as soon as `condition` holds, false when it has not for spin_ns.
+template <class Condition>
+bool spin(int64_t spin_ns, Condition condition) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(spin_ns);
+    do {
+        for (int i = 0; i < PAUSES_PER_LOOK_AT_CLOCK; i++) {
+            if (condition()) return true;
+            pause_briefly();
+        }
+    } while (std::chrono::steady_clock::now() < end);
+    return false;
+}
+
+}  // namespace
+
+TilePool::TilePool(int num_threads, int spin_us) : spin_ns_(int64_t(spin_us) * 1000) {
+    try {
+        for (int i = 1; i < num_threads; i++) helpers_.emplace_back([this] { help(); });
+    } catch (...) {
+        is_stopping_ = true;
+        has_work_.notify_all();
+        for (auto& helper : helpers_) helper.join();
+        throw;
+    }
+}
+
+TilePool::~TilePool() {
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        is_stopping_ = true;
+    }
+    has_work_.notify_all();
+    for (auto& helper : helpers_) helper.join();
+}
+
+void TilePool::run(int64_t num_tiles, int num_threads, void (*work)(void*, int64_t),
+                   void* context) {
+    const int num_helpers = (num_threads < this->num_threads() ? num_threads : this->num_threads()) - 1;
+    if (num_helpers <= 0 || num_tiles <= 1) {
+        for (int64_t tile = 0; tile < num_tiles; tile++) work(context, tile);
+        return;
+    }
+    job_ = {work, context, num_tiles};
+    num_done_.store(0);
+    job_number_++;
+    ticket_.store(job_number_ << (2 * TILE_BITS) | uint64_t(num_tiles) << TILE_BITS);
+    if (num_asleep_.load() > 0) {
+        { std::lock_guard<std::mutex> lock(mutex_); }
+        for (int i = 0; i < num_helpers; i++) has_work_.notify_one();
+    }
+    while (work_once()) {
+    }
+    const auto is_over = [this, num_tiles] { return num_done_.load() == num_tiles; };
+    if (spin(spin_ns_, is_over)) return;
+    std::unique_lock<std::mutex> lock(mutex_);
+    is_caller_asleep_.store(true);
+    is_done_.wait(lock, is_over);
+    is_caller_asleep_.store(false);
+}
+
+bool TilePool::is_tile_left() const {
+    const uint64_t ticket = ticket_.load();
+    return next_of(ticket) < count_of(ticket);
+}
+
+bool TilePool::work_once() {
+    uint64_t ticket = ticket_.load();
+    do {
+        if (next_of(ticket) >= count_of(ticket)) return false;
+    } while (!ticket_.compare_exchange_weak(ticket, ticket + 1));
+    // The tile is ours: its job cannot end, nor its description change, before we say it is done.
+    const int64_t num_tiles = job_.num_tiles;
+    job_.work(job_.context, int64_t(next_of(ticket)));
+    if (num_done_.fetch_add(1) + 1 == num_tiles && is_caller_asleep_.load()) {
+        { std::lock_guard<std::mutex> lock(mutex_); }
+        is_done_.notify_one();
+    }
+    return true;
+}
+
+void TilePool::help() {
+    while (!is_stopping_.load()) {
+        if (work_once()) continue;
+        if (spin(spin_ns_, [this] { return is_tile_left() || is_stopping_.load(); })) continue;
+        std::unique_lock<std::mutex> lock(mutex_);
+        num_asleep_.fetch_add(1);
+        has_work_.wait(lock, [this] { return is_tile_left() || is_stopping_.load(); });
+        num_asleep_.fetch_sub(1);
+    }
+}

@@ -1,0 +1,67 @@
+// Threads that share out the tiles of one job after the other.
+//
+// A job is a number of tiles and a function; tiles are handed out one by one, in ascending order,
+// from one atomic counter, so a thread that the system takes off its core delays the one tile it
+// holds and no other. The counter carries the number of its job: a helper that comes late finds
+// another number or no tile left and touches nothing of a job that is over. Nobody waits for
+// helpers to arrive or to leave, only for tiles to be done.
+//
+// Waiting is bounded spinning, then sleep.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+class TilePool {
+  public:
+    // Throws std::system_error when threads cannot be started.
+    TilePool(int num_threads, int spin_us);
+    ~TilePool();
+    TilePool(const TilePool&) = delete;
+    TilePool& operator=(const TilePool&) = delete;
+
+    int num_threads() const { return int(helpers_.size()) + 1; }
+
+    // work(context, tile) for every tile below num_tiles (< 2^24); returns when all are done.
+    // At most num_threads threads take part, the caller among them. One caller at a time.
+    void run(int64_t num_tiles, int num_threads, void (*work)(void*, int64_t), void* context);
+
+  private:
+    bool work_once();
+    bool is_tile_left() const;
+    void help();
+
+    struct Job {
+        void (*work)(void*, int64_t) = nullptr;
+        void* context = nullptr;
+        int64_t num_tiles = 0;
+    };
+
+    // number of the job (16 bits) | number of tiles (24) | next tile (24)
+    alignas(64) std::atomic<uint64_t> ticket_{0};
+    alignas(64) std::atomic<int64_t> num_done_{0};
+    Job job_;
+    uint64_t job_number_ = 0;
+
+    alignas(64) std::mutex mutex_;
+    std::condition_variable has_work_;
+    std::condition_variable is_done_;
+    std::atomic<int> num_asleep_{0};
+    std::atomic<bool> is_caller_asleep_{false};
+    std::atomic<bool> is_stopping_{false};
+    int64_t spin_ns_;
+    std::vector<std::thread> helpers_;
+};
+
+// One short pause of a waiting loop, kind to the other thread of the core.
+inline void pause_briefly() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}

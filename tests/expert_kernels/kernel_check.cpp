@@ -1,0 +1,107 @@
+// Runs experts of odd shapes with every instruction set there is and compares the bits with those
+// of the scalar kernels. Prints the names of the sets; ends with 1 at the first difference.
+// A program of its own, so that an emulator of another processor can run it.
+
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "experts.h"
+
+namespace {
+
+struct Shape {
+    int hidden, intermediate, has_bias, is_transposed, is_interleaved, gate, rows;
+};
+
+constexpr Shape SHAPES[] = {
+    {1, 1, 0, 0, 0, HR_ACT, 1},
+    {48, 40, 0, 0, 0, HR_ACT_MUL, 1},
+    {37, 21, 1, 0, 1, HR_ALPHA_SWIGLU, 13},
+    {131, 67, 1, 0, 0, HR_CLAMPED_ACT_MUL, 3},
+    {37, 21, 1, 1, 1, HR_ALPHA_SWIGLU, 7},
+    {300, 75, 0, 1, 0, HR_ACT_MUL, 2},
+    {530, 420, 0, 0, 0, HR_ACT_MUL, 5},
+};
+
+std::vector<float> run(const Shape& shape, int dtype, int isa, int num_threads) {
+    const int item = dtype == HR_FLOAT32 ? 4 : 2;
+    const int has_gate = shape.gate != HR_ACT;
+    const int64_t up_rows = int64_t(shape.intermediate) * (has_gate ? 2 : 1);
+    HrForm form{};
+    form.hidden_size = shape.hidden;
+    form.intermediate_size = shape.intermediate;
+    form.dtype = dtype;
+    form.gate = shape.gate;
+    form.activation = HR_SILU;
+    form.has_gate = has_gate;
+    form.has_bias = shape.has_bias;
+    form.is_transposed = shape.is_transposed;
+    form.is_interleaved = shape.is_interleaved;
+    form.alpha = 1.7f;
+    form.limit = 0.5f;
+    int64_t end = 0;
+    const auto place = [&end, item](int64_t count) {
+        const int64_t begin = end;
+        end = (begin + count * item + 63) / 64 * 64;
+        return begin;
+    };
+    form.first_offset = place(up_rows * shape.hidden);
+    form.down_offset = place(int64_t(shape.hidden) * shape.intermediate);
+    form.first_bias_offset = place(up_rows);
+    form.down_bias_offset = place(shape.hidden);
+
+    std::mt19937 random(7);
+    const auto fill = [&random, dtype](std::vector<char>& bytes) {
+        for (size_t at = 0; at + 4 <= bytes.size(); at += dtype == HR_FLOAT32 ? 4 : 2) {
+            // Sign and fraction at random, magnitudes from 2^-5 to 2^-2.
+            if (dtype == HR_FLOAT32) {
+                const uint32_t bits = (random() & 0x807fffff) | (122 + random() % 4) << 23;
+                memcpy(&bytes[at], &bits, 4);
+            } else {
+                const int shift = dtype == HR_BFLOAT16 ? 7 : 10;
+                const int bias = dtype == HR_BFLOAT16 ? 122 : 10;
+                const uint32_t fraction = random() & (0x8000u | ((1u << shift) - 1));
+                const uint16_t bits = uint16_t(fraction | (bias + random() % 4) << shift);
+                memcpy(&bytes[at], &bits, 2);
+            }
+        }
+    };
+    std::vector<char> block(size_t(end) + 64), hidden(size_t(shape.rows) * shape.hidden * item + 4);
+    fill(block);
+    fill(hidden);
+    std::vector<float> places(size_t(shape.rows) * shape.hidden);
+    std::vector<int64_t> ids;
+    for (int64_t row = 0; row < shape.rows; row++) ids.push_back(row);
+    const void* blocks[] = {block.data()};
+    const int64_t pair_begin[] = {0, shape.rows};
+    const HrStep step{1,          blocks,        pair_begin,   ids.data(),
+                      ids.data(), hidden.data(), places.data()};
+    HrPool* pool = hr_pool_create(num_threads, 20);
+    const int code = hr_run(pool, &form, isa, &step);
+    hr_pool_destroy(pool);
+    if (code) places.clear();
+    return places;
+}
+
+}  // namespace
+
+int main() {
+    for (int isa = 0; hr_isa_name(isa); isa++) {
+        for (const Shape& shape : SHAPES)
+            for (int dtype = HR_FLOAT32; dtype <= HR_FLOAT16; dtype++) {
+                const auto expected = run(shape, dtype, 0, 1);
+                const auto found = run(shape, dtype, isa, 3);
+                double size = 0;
+                for (const float value : expected) size += value * value;
+                if (expected.empty() || !(size > 0) ||
+                    memcmp(found.data(), expected.data(), expected.size() * sizeof(float))) {
+                    std::printf("%s differs: %d x %d, dtype %d\n", hr_isa_name(isa), shape.hidden,
+                                shape.intermediate, dtype);
+                    return 1;
+                }
+            }
+        std::printf("%s\n", hr_isa_name(isa));
+    }
+}

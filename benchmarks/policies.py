@@ -6,10 +6,10 @@
 For each policy and each layer-step, in microseconds (p10, p50 and p90 of the second half; the p10
 is what a machine with nothing else to do would show):
 
-    update      `layer_step`: what the policy learns from the router's choice
-    decision    everything between the router and the commands: update, look-up, pins, rank and
-                admission, the fluid split, fill-behind, reservations
+    decision    everything between the router and the commands: the policy's note, look-up, pins,
+                rank and admission, the fluid split, fill-behind, reservations
     release     commits and unpins, after the commands are out
+    settle      what the policy learns from the router's choice, after the commands are out
 
 `over_lru` is the decision's p50 over that of lru in the same run, which is what to compare on a
 busy machine. Hit rates are of the fluid split with copies that land at once.
@@ -32,7 +32,7 @@ from orchestrator.core.directory import ExpertDirectory
 from orchestrator.core.fill_choice import FillBehind, FillChoice
 from orchestrator.core.fluid_split import FluidSplit
 from orchestrator.core.planner import DemandMemory
-from orchestrator.core.policies import POLICY_NAMES, make_policy
+from orchestrator.core.policies import POLICY_NAMES, DeferringPolicy, make_policy
 from orchestrator.simulate.bounds import shape_of
 from orchestrator.simulate.profiles import load_profile
 from orchestrator.simulate.study import parse_slots
@@ -46,20 +46,20 @@ class Bench:
     def __init__(self, trace, policy, num_slots, costs):
         shape = shape_of(trace)
         self.policy = make_policy(policy, shape)
+        self.is_deferring = isinstance(self.policy, DeferringPolicy)
         self.directory = ExpertDirectory(num_slots, self.policy)
         self.memory = DemandMemory(num_slots + 8 * shape.num_layers * shape.top_k)
         self.choice = FillChoice(self.policy, self.memory.last_demand)
         self.split = FluidSplit(costs)
         self.behind = FillBehind("auto", costs)
-        self.update_ns: list[int] = []
         self.decision_ns: list[int] = []
         self.release_ns: list[int] = []
+        self.settle_ns: list[int] = []
 
     def layer_step(self, layer, experts):
         directory = self.directory
         begin = perf_counter_ns()
         directory.layer_step(layer, experts)
-        updated = perf_counter_ns()
         pinned, misses = [], []
         keys = [(layer, expert) for expert in experts]
         for key in keys:
@@ -86,10 +86,13 @@ class Bench:
             directory.commit(reservation.slot, reservation.generation)
         for slot in pinned:
             directory.unpin(slot)
+        released = perf_counter_ns()
+        if self.is_deferring:
+            self.policy.settle()
         end = perf_counter_ns()
-        self.update_ns.append(updated - begin)
         self.decision_ns.append(decided - begin)
-        self.release_ns.append(end - decided)
+        self.release_ns.append(released - decided)
+        self.settle_ns.append(end - released)
 
 
 def percentiles(samples_ns: list[int]) -> tuple[float, float, float]:
@@ -131,7 +134,7 @@ def main() -> int:
     rows = []
     for name, bench in benches.items():
         row = {"policy": name, "hit_rate": bench.directory.hits / trace.ids.size}
-        for part in ("update", "decision", "release"):
+        for part in ("decision", "release", "settle"):
             p10, p50, p90 = percentiles(getattr(bench, f"{part}_ns"))
             row |= {f"{part}_p10_us": p10, f"{part}_p50_us": p50, f"{part}_p90_us": p90}
         row["over_lru"] = None if lru_us is None else row["decision_p50_us"] / lru_us

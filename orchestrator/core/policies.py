@@ -71,6 +71,19 @@ class WorthPolicy(Protocol):
         Victims come in rising order of it."""
 
 
+@runtime_checkable
+class DeferringPolicy(Protocol):
+    """A policy whose ``layer_step`` only takes note, because it stands between router and experts.
+
+    The order and the worths are then those of the layer's last visit until ``settle``, which
+    whoever drives the directory calls once its commands are out; the next ``layer_step`` does it
+    otherwise.
+    """
+
+    def settle(self) -> None:
+        """Learn from the last ``layer_step``, if that has not been done."""
+
+
 class Lru:
     """Exact least recently demanded first.
 

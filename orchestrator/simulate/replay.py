@@ -18,7 +18,7 @@ import msgspec
 from orchestrator.core.directory import ExpertDirectory
 from orchestrator.core.fill_choice import FillBehind, FillChoice
 from orchestrator.core.planner import DemandMemory
-from orchestrator.core.policies import DemandShape, make_policy
+from orchestrator.core.policies import DeferringPolicy, DemandShape, make_policy
 from orchestrator.simulate.machine import VirtualMachine
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class Replay:
         self._shape = shape
         eviction = make_policy(policy, shape)
         self.directory = ExpertDirectory(num_slots, eviction)
+        self._deferring = eviction if isinstance(eviction, DeferringPolicy) else None
         self._planner = planner
         self._memory = DemandMemory(num_slots + _REMEMBERED_TOKENS * shape.num_layers * shape.top_k)
         self._choice = FillChoice(eviction, self._memory.last_demand)
@@ -166,6 +167,8 @@ class Replay:
             self._memory.demanded(keys)
         for slot in pinned:
             directory.unpin(slot)
+        if self._deferring is not None:
+            self._deferring.settle()
 
     def _reserve(self, key: ExpertKey) -> Reservation:
         reservation = self.directory.reserve(key)

@@ -45,10 +45,26 @@ def test_worths_are_those_of_the_formulas(
     reference = ReferenceReuse(layers, experts, top_k, num_tables)
     for layer, chosen in steps_of(seed, 12, layers, experts, top_k):
         real.layer_step(layer, chosen)
+        real.settle()
         reference.layer_step(layer, chosen)
         for expert in range(experts):
             expected = reference.worth[layer, expert]
             assert real.worth((layer, expert)) == pytest.approx(expected, abs=2e-4)
+
+
+def test_learning_waits_until_it_is_settled_or_the_next_layer_step() -> None:
+    prompt, late = Reuse(2, 8, 2), Reuse(2, 8, 2)
+    for layer, chosen in steps_of(1, 5, 2, 8, 2):
+        before = late.worth((layer, chosen[0]))
+        prompt.layer_step(layer, chosen)
+        prompt.settle()
+        prompt.settle()  # once is enough
+        late.layer_step(layer, chosen)
+        assert late.worth((layer, chosen[0])) == before
+    late.settle()
+    for layer in range(2):
+        for expert in range(8):
+            assert late.worth((layer, expert)) == prompt.worth((layer, expert))
 
 
 def test_a_batch_counts_but_teaches_no_pairs() -> None:
@@ -57,6 +73,7 @@ def test_a_batch_counts_but_teaches_no_pairs() -> None:
     one, batch = [(0, [1]), (1, [2])], [(0, [0, 1, 2, 3]), (1, list(range(8)))]
     for layer, chosen in (one + batch + one) * 3:
         real.layer_step(layer, chosen)
+        real.settle()
         reference.layer_step(layer, chosen)
         for expert in range(8):
             expected = reference.worth[layer, expert]
@@ -68,6 +85,7 @@ def test_worths_keep_their_differences_after_very_long() -> None:
     policy._tick = 4 * 10**8
     policy.layer_step(0, [0, 1])
     policy.layer_step(1, [0, 1])
+    policy.settle()
     # A layer that ran one layer-step earlier comes back a quarter of a token sooner.
     assert policy.worth((0, 5)) - policy.worth((1, 5)) == pytest.approx(0.25 / 1.5, abs=1e-6)
 
@@ -78,6 +96,8 @@ def test_tables_foretell_what_follows() -> None:
     for step in range(41):
         plain.layer_step(0, [step % 2])
         tables.layer_step(0, [step % 2])
+    plain.settle()
+    tables.settle()
     # 0 was the last, so 1 comes next.
     assert plain.worth((0, 0)) > plain.worth((0, 1))
     assert tables.worth((0, 1)) > tables.worth((0, 0)) > tables.worth((0, 5))
@@ -156,6 +176,7 @@ def test_growth_keeps_what_was_learned() -> None:
     policy.admitted((3, 9))
     assert sorted(policy.victims(None)) == [(0, 1), (0, 2), (3, 9)]
     policy.layer_step(0, [2])
+    policy.settle()
     assert policy.worth((0, 2)) > policy.worth((0, 1)) + 1.5
 
 

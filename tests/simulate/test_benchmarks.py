@@ -31,7 +31,7 @@ def test_policies_have_their_ratio_to_lru() -> None:
     rows = {row["policy"]: row for row in json.loads(done.stdout)["policies"]}
     assert set(rows) == set(POLICY_NAMES)
     assert rows["lru"]["over_lru"] == 1.0
-    assert all(row["decision_p50_us"] >= row["update_p50_us"] > 0 for row in rows.values())
+    assert all(row["decision_p50_us"] > 0 <= row["settle_p50_us"] for row in rows.values())
 
 
 def test_profiles_have_nine_cells_and_a_mean(tmp_path: Path) -> None:

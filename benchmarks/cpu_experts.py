@@ -45,6 +45,8 @@ SHAPES = ((2048, 768, 128), (2048, 512, 256), (4096, 14336, 8), (2880, 2880, 32)
 WORKING_SET_BYTES = 3_000_000_000
 EXPERTS_PER_CALL = 8
 _READ_BYTES = 256 * 1024 * 1024
+_SLICE_S = 0.1
+_PRODUCT = (512, 2048, 1536)  # rows, inputs, outputs
 _PATTERN_ITEMS = 16 * 1024 * 1024
 
 
@@ -124,7 +126,7 @@ def _parse() -> argparse.Namespace:
     args = parser.parse_args()
     args.threads = args.threads or sorted({1, len(os.sched_getaffinity(0))})
     args.formats = args.formats or (["bfloat16"] if args.quick else list(get_args(Dtype)))
-    args.slice_s = 0.1 if args.quick else 0.25
+    args.slice_s = _SLICE_S if args.quick else 2.5 * _SLICE_S
     args.rounds = 4 if args.quick else 9
     return args
 
@@ -184,8 +186,7 @@ class Memory:
         generator = torch.Generator().manual_seed(0)
         pattern = torch.randn(_PATTERN_ITEMS, generator=generator).mul_(0.02)
         data = pattern.to(TORCH_DTYPE[dtype]).view(torch.uint8)
-        for start in range(0, WORKING_SET_BYTES, data.numel()):
-            part = self.blocks[start : start + data.numel()]
+        for part in self.blocks.split(data.numel()):
             part.copy_(data[: part.numel()])
         self._dtype = dtype
 
@@ -193,14 +194,23 @@ class Memory:
 def torch_gflops(num_threads: int) -> float:
     """torch's best rate for a large product, float32 or bfloat16, in 1e9 operations per second."""
     torch.set_num_threads(num_threads)
-    best = 0.0
-    for dtype in (torch.float32, torch.bfloat16):
-        a, b = torch.randn(512, 2048).to(dtype), torch.randn(2048, 1536).to(dtype)
-        for _ in range(4):
+    rows, inputs, outputs = _PRODUCT
+
+    def rate(dtype: torch.dtype, num_rows: int) -> float:
+        a, b = torch.randn(num_rows, inputs).to(dtype), torch.randn(inputs, outputs).to(dtype)
+        best_s = float("inf")
+        for _ in range(3):
             started_s = time.perf_counter()
             torch.mm(a, b)
-            best = max(best, 2 * 512 * 2048 * 1536 / (time.perf_counter() - started_s) / 1e9)
-    return best
+            best_s = min(best_s, time.perf_counter() - started_s)
+        return 2 * num_rows * inputs * outputs / best_s / 1e9
+
+    # Where the processor has nothing for bfloat16, a large product would take seconds.
+    few = max(1, rows // 32)
+    dtypes = [torch.float32]
+    if rate(torch.bfloat16, few) > rate(torch.float32, few):
+        dtypes.append(torch.bfloat16)
+    return max(rate(dtype, rows) for dtype in dtypes)
 
 
 def measure(case: Case, blocks: torch.Tensor, args: argparse.Namespace, gflops: float) -> Row:
@@ -255,15 +265,15 @@ def measure(case: Case, blocks: torch.Tensor, args: argparse.Namespace, gflops: 
         *case.shape,
         case.rows,
         case.threads,
-        gbps=round(gbps, 2),
-        ceiling_gbps=round(ceiling_gbps, 2),
-        torch_gbps=round(torch_gbps, 2),
+        gbps=round(gbps, 6),
+        ceiling_gbps=round(ceiling_gbps, 6),
+        torch_gbps=round(torch_gbps, 6),
         share=round(
             statistics.median(n / c for n, c in zip(rates["native"], rates["read"], strict=True)),
             3,
         ),
-        time_ms=round(layout.expert_bytes / gbps / 1e6, 3),
-        bound_ms=round(max(read_ms, 2 * flops / gflops / 1e6), 3),
+        time_ms=round(layout.expert_bytes / gbps / 1e6, 6),
+        bound_ms=round(max(read_ms, 2 * flops / gflops / 1e6), 6),
     )
 
 

@@ -1,0 +1,64 @@
+"""The benchmark of CPU experts runs and says what it promises."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import get_args
+
+import pytest
+
+from benchmarks import cpu_experts
+from expert_store.layout import Dtype
+from tests.expert_kernels.test_native import ISAS
+
+pytestmark = pytest.mark.skipif(not ISAS, reason="the native kernels have not been built")
+STATED = {
+    "format", "hidden", "intermediate", "experts", "rows", "threads", "gbps", "ceiling_gbps",
+    "torch_gbps",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_experts, "WORKING_SET_BYTES", 2_000_000)
+    monkeypatch.setattr(cpu_experts, "SHAPES", ((64, 48, 16), (96, 32, 8)))
+    monkeypatch.setattr(cpu_experts, "_READ_BYTES", 500_000)
+    monkeypatch.setattr(cpu_experts, "_PATTERN_ITEMS", 4096)
+    monkeypatch.setattr(cpu_experts, "_SLICE_S", 0.001)
+    monkeypatch.setattr(cpu_experts, "_PRODUCT", (32, 64, 48))
+
+
+def test_rows_have_what_is_promised(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["cpu_experts", "--json", "--threads", "1"])
+    assert cpu_experts.main() == 0
+    result = json.loads(capsys.readouterr().out)
+    rows = result["rows"]
+    assert set(rows[0]) >= STATED
+    assert {row["format"] for row in rows} == set(get_args(Dtype))
+    assert {row["threads"] for row in rows} == {1}
+    assert {(row["hidden"], row["intermediate"]) for row in rows} == {(64, 48), (96, 32)}
+    assert max(row["rows"] for row in rows) == 128
+    assert all(row[name] > 0 for row in rows for name in STATED - {"format"})
+    assert all(row["bound_ms"] > 0 for row in rows)
+
+
+def test_a_table_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["cpu_experts", "--quick", "--max-isa", "scalar"])
+    assert cpu_experts.main() == 0
+    assert "scalar" in capsys.readouterr().out
+
+
+def test_too_little_memory_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cpu_experts, "WORKING_SET_BYTES", 10**15)
+    monkeypatch.setattr(sys, "argv", ["cpu_experts"])
+    assert cpu_experts.main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith("cpu_experts: needs 1000001.1 GB of memory")
+    assert said.count("\n") == 1

@@ -10,6 +10,10 @@ taken from it: the weights of the routed experts, and the work that they do.
 - transformers hands every experts module's work to a function registered by name
   (ExpertsInterface). Ours passes it to the layer exchange, with the layer's number: the n-th
   experts module in module order is MoE layer n, the same count that the expert store uses.
+
+Prompts run through transformers' own forward. Single tokens, which is where its cost per layer
+hurts, run through a recording of it (gpu_worker.decode_step) where the family can be recorded;
+`prepare_decode` says whether it can.
 """
 
 from __future__ import annotations
@@ -19,19 +23,30 @@ import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from transformers import AutoConfig, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from gpu_worker.decode_step import DecodeStep
+from gpu_worker.kv_cache import new_growing_cache
+from gpu_worker.step_trace import Untraceable, trace_step
 from protocol.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from transformers import DynamicCache
 
 log = logging.getLogger("headrace.gpu_worker")
 
 EXPERTS_FUNCTION = "headrace"
+#: Rooms of caches end here when no bound is stated.
+_MANY_POSITIONS = 1 << 40
+#: Tokens of the comparison between recording and model: a prompt, then one by one.
+_CHECK_PROMPT = 5
+_CHECK_STEPS = 3
 
 
 class LayerExchange(Protocol):
@@ -46,8 +61,12 @@ class LayerExchange(Protocol):
 class DenseModel:
     """A causal language model whose routed experts live elsewhere."""
 
-    def __init__(self, model: PreTrainedModel, experts: list[Any]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, experts: list[Any], max_positions: int = _MANY_POSITIONS
+    ) -> None:
         self._model = model
+        self._max_positions = max_positions
+        self._step: DecodeStep | None = None
         self._experts = experts
         self.num_moe_layers = len(experts)
         self.device = model.device
@@ -94,9 +113,51 @@ class DenseModel:
                 "[rows, hidden] call per MoE layer; choose another model."
             )
 
+    def prepare_decode(self) -> str | None:
+        """Record the decode step, so that `forward` of one token runs the recording from now on.
+
+        Returns:
+            None, or why this model goes on token by token through transformers.
+        """
+        self._step = None
+        try:
+            trace = trace_step(self._model, self._arguments, self._cache_argument, self.new_cache)
+            step = DecodeStep(trace, self.device)
+            self._check(step)
+        except Untraceable as error:
+            return str(error)
+        self._step = step
+        return None
+
+    @property
+    def decode_step(self) -> DecodeStep | None:
+        """The recording in use, if any."""
+        return self._step
+
+    def _check(self, step: DecodeStep) -> None:
+        """Raises Untraceable unless the recording and the model agree bit for bit."""
+        for logits, expected in self.compare(step):
+            if not torch.equal(logits, expected):
+                raise Untraceable("its recording computes something else")
+
+    def compare(
+        self, step: DecodeStep, look: Callable[[int, list[torch.Tensor], Any], None] | None = None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Logits of `step` and of the model, for some tokens one after the other. The exchange is
+        replaced by one whose answer depends on all that a router says, and must be connected anew.
+        `look` is passed on to the step."""
+        self.connect(_answer_by_choices)
+        tokens = [number % self.vocab_size for number in range(3, 3 + _CHECK_PROMPT + _CHECK_STEPS)]
+        caches = [self.new_cache(), self.new_cache()]
+        for cache in caches:
+            self._forward_eager(tokens[:_CHECK_PROMPT], cache)
+        for position in range(_CHECK_PROMPT, len(tokens)):
+            logits = step.run(tokens[position], position, caches[0], look)
+            yield logits, self._forward_eager([tokens[position]], caches[1])
+
     def new_cache(self) -> DynamicCache:
         """An empty KV cache that fits the model's kinds of layers."""
-        return DynamicCache(config=self._model.config)
+        return new_growing_cache(self._model.config, self._max_positions)
 
     def forward(self, tokens: list[int], cache: DynamicCache) -> torch.Tensor:
         """Run `tokens` after the positions that `cache` holds and add them to it.
@@ -104,13 +165,24 @@ class DenseModel:
         Returns:
             The last token's logits, [vocab], on the model's device, in the model's dtype.
         """
+        if self._step is not None and len(tokens) == 1:
+            return self._step.run(tokens[0], cache.get_seq_length(), cache)
+        return self._forward_eager(tokens, cache)
+
+    def _forward_eager(self, tokens: list[int], cache: DynamicCache) -> torch.Tensor:
         input_ids = torch.tensor([tokens], dtype=torch.int64, device=self.device)
         arguments = {**self._arguments, self._cache_argument: cache}
         return self._model(input_ids, **arguments).logits[0, -1]
 
 
-def load_dense_model(directory: Path, dtype: torch.dtype, device: torch.device) -> DenseModel:
-    """Load the dense half of the checkpoint in `directory`, local files only.
+def load_dense_model(
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_positions: int = _MANY_POSITIONS,
+) -> DenseModel:
+    """Load the dense half of the checkpoint in `directory`, local files only. No sequence will hold
+    more than `max_positions` tokens.
 
     Raises:
         UserError: no MoE model that transformers can run, or weights missing, misshapen or NaN.
@@ -149,7 +221,15 @@ def load_dense_model(directory: Path, dtype: torch.dtype, device: torch.device) 
         )
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_FUNCTION, _run_experts)
     model.set_experts_implementation(EXPERTS_FUNCTION)
-    return DenseModel(model.to(device).eval().requires_grad_(False), experts)
+    return DenseModel(model.to(device).eval().requires_grad_(False), experts, max_positions)
+
+
+def _answer_by_choices(
+    layer: int, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """An exchange for comparisons: [n, H] that tells choices, weights and their pairing."""
+    factors = (weights.float() * ((choices + layer) % 7)).sum(dim=1, keepdim=True) / 7
+    return (hidden.float() * factors).to(hidden.dtype)
 
 
 def _run_experts(

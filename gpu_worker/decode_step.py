@@ -1,0 +1,251 @@
+"""The decode step without Python between its operations: a recorded step, cut and replayed.
+
+The record (gpu_worker.step_trace) is cut at its sites into *segments*. Most of them differ only in
+the weights that they read, so weights are inputs and equal segments are one *kind*: as many
+programs as there are kinds of layers, however deep the model is. A kind runs
+
+    as a replay     the same torch operations in the same order, so the same bits as transformers'
+                    own forward
+    compiled        by torch's inductor (gpu_worker.compilation), which fuses them
+
+Before it is used, a step is compared with the model's forward over several tokens, with experts
+that answer something that depends on everything the router says: bit for bit as a replay, and a
+compiled segment against its replay within rounding.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gpu_worker.step_trace import AttentionSite, Untraceable, is_site
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers.cache_utils import DynamicCache
+
+    from gpu_worker.step_trace import ExpertsSite, StepTrace
+
+#: ATen operations whose plain torch function takes the same arguments: it parses them in C++.
+_SAME_ARGUMENTS = frozenset(
+    {
+        "abs", "add", "cat", "clamp", "cos", "div", "embedding", "exp", "gather", "matmul",
+        "maximum", "mean", "minimum", "mul", "neg", "pow", "reshape", "rsqrt", "sigmoid", "sin",
+        "softmax", "sqrt", "squeeze", "sub", "sum", "tanh", "topk", "transpose", "unsqueeze",
+        "where",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SegmentKind:
+    """One program: `graph` takes values, then constants, and returns a tuple of values.
+
+    `examples` are tensors like those of its first use, in the order of its placeholders.
+    """
+
+    graph: torch.fx.GraphModule
+    examples: tuple[torch.Tensor, ...]
+
+
+@dataclass
+class _Segment:
+    kind: int
+    inputs: tuple[int, ...]
+    constants: tuple[torch.Tensor, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass
+class _SiteCall:
+    site: AttentionSite | ExpertsSite
+    inputs: tuple[int, ...]
+    output: int
+
+
+class DecodeStep:
+    """Runs the recorded step for one token after another, with any sequence's cache."""
+
+    def __init__(self, trace: StepTrace, device: torch.device) -> None:
+        self.kinds: list[SegmentKind] = []
+        self._calls: list[_Segment | _SiteCall] = []
+        self._device = device
+        self._cut(trace)
+        self._replays = [_quick(kind.graph) for kind in self.kinds]
+        self._programs: list[Callable[..., Any]] = list(self._replays)
+
+    @property
+    def num_segments(self) -> int:
+        return sum(isinstance(call, _Segment) for call in self._calls)
+
+    def use(self, programs: list[Callable[..., Any]]) -> None:
+        """Run kind i as programs[i]; an empty list brings the replays back."""
+        self._programs = list(programs or self._replays)
+
+    def run(
+        self,
+        token: int,
+        position: int,
+        cache: DynamicCache,
+        look: Callable[[int, list[torch.Tensor], Any], None] | None = None,
+    ) -> torch.Tensor:
+        """Logits [vocab] of the token after `token`, which comes at `position` and is added to
+        `cache`. `look(kind, inputs, outputs)` is shown every segment as it has run."""
+        values: list[Any] = [None] * self._num_values
+        values[0] = torch.tensor([[token]], device=self._device)
+        values[1] = torch.tensor([[position]], device=self._device)
+        layers, programs = cache.layers, self._programs
+        for call in self._calls:
+            if type(call) is _Segment:
+                inputs = [values[i] for i in call.inputs]
+                results = programs[call.kind](*inputs, *call.constants)
+                if look is not None:
+                    look(call.kind, [*inputs, *call.constants], results)
+                for output, result in zip(call.outputs, results, strict=True):
+                    values[output] = result
+                continue
+            site, inputs = call.site, call.inputs
+            if type(site) is AttentionSite:
+                held = layers[site.cache_layer].update(values[inputs[1]], values[inputs[2]])
+                if site.expand is not None:
+                    held = site.expand(*held)
+                values[call.output] = site.function(
+                    site.module, values[inputs[0]], *held, None, **site.arguments
+                )[0]
+            else:
+                module = site.module
+                values[call.output] = module.headrace_exchange(
+                    module.headrace_layer, *[values[i] for i in inputs]
+                )
+        return values[self._result][0, -1]
+
+    def _cut(self, trace: StepTrace) -> None:
+        """Fill `kinds` and `_calls` from the record."""
+        slots: dict[torch.fx.Node, int] = {}
+        constants: dict[torch.fx.Node, torch.Tensor] = {}
+        found: dict[str, int] = {}
+        pending: list[torch.fx.Node] = []
+
+        def finish() -> None:
+            if pending:
+                segment = self._segment(pending, slots, constants, found)
+                self._calls.append(segment)
+                pending.clear()
+
+        for node in trace.graph.graph.nodes:
+            if node.op == "placeholder":
+                slots[node] = len(slots)
+            elif node.op == "get_attr":
+                constants[node] = operator.attrgetter(node.target)(trace.graph)
+            elif node.op == "output":
+                finish()
+                result = node.args[0]
+            elif is_site(node):
+                finish()
+                inputs, number = node.args[:3], node.args[-1]
+                slots[node] = len(slots)
+                self._calls.append(
+                    _SiteCall(
+                        trace.sites[number], tuple(slots[value] for value in inputs), slots[node]
+                    )
+                )
+            elif node.op == "call_function":
+                pending.append(node)
+            else:
+                raise Untraceable(f"its record holds a {node.op}")
+        if result not in slots:
+            raise Untraceable("its logits are not computed by the step")
+        self._result = slots[result]
+        self._num_values = len(slots)
+
+    def _segment(
+        self,
+        nodes: list[torch.fx.Node],
+        slots: dict[torch.fx.Node, int],
+        constants: dict[torch.fx.Node, torch.Tensor],
+        found: dict[str, int],
+    ) -> _Segment:
+        inside = set(nodes)
+        used = dict.fromkeys(
+            value for node in nodes for value in node.all_input_nodes if value not in inside
+        )
+        inputs = [value for value in used if value in slots]
+        weights = [value for value in used if value in constants]
+        outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+        graph = torch.fx.Graph()
+        copies: dict[torch.fx.Node, torch.fx.Node] = {}
+        # Names are counted, so that equal segments have equal code.
+        for number, value in enumerate((*inputs, *weights)):
+            copies[value] = graph.placeholder(f"i{number}")
+            copies[value].meta["val"] = _value(value, constants)
+        for number, node in enumerate(nodes):
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"n{number}")
+            copies[node].meta["val"] = node.meta.get("val")
+        graph.output(tuple(copies[node] for node in outputs))
+        module = torch.fx.GraphModule({}, graph)
+        examples = tuple(_value(value, constants) for value in (*inputs, *weights))
+        shapes = [(tuple(t.shape), t.stride(), str(t.dtype), str(t.device)) for t in examples]
+        key = f"{module.code}{shapes}"
+        if key not in found:
+            found[key] = len(self.kinds)
+            self.kinds.append(SegmentKind(module, examples))
+        for node in outputs:
+            slots[node] = len(slots)
+        return _Segment(
+            found[key],
+            tuple(slots[value] for value in inputs),
+            tuple(constants[value] for value in weights),
+            tuple(slots[node] for node in outputs),
+        )
+
+
+def _value(node: torch.fx.Node, constants: dict[torch.fx.Node, torch.Tensor]) -> torch.Tensor:
+    value = constants[node] if node in constants else node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        raise Untraceable(f"{node.name} of its record is no tensor")
+    return value
+
+
+def _quick(module: torch.fx.GraphModule) -> Callable[..., Any]:
+    """The same operations through torch's plain functions where they mean the same."""
+    graph = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    aten = torch.ops.aten
+    for node in module.graph.nodes:
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        target = node.target
+        name = target.overloadpacket.__name__ if hasattr(target, "overloadpacket") else ""
+        overload = getattr(target, "_overloadname", "")
+        if node.op == "placeholder":
+            copies[node] = graph.placeholder(node.name)
+        elif node.op == "output":
+            graph.output(args[0])
+        elif target is aten.linear.default:
+            copies[node] = graph.call_function(torch.nn.functional.linear, args, kwargs)
+        elif target is aten.silu.default:
+            copies[node] = graph.call_function(torch.nn.functional.silu, args, kwargs)
+        elif (target is aten.to.dtype and len(args) == 2) or target is aten.view.default:
+            copies[node] = graph.call_method(name, args, kwargs)
+        elif target is aten.slice.Tensor and len(args) == 4 and _is_narrow(node):
+            start, end = args[2], min(args[3], node.args[0].meta["val"].shape[args[1]])
+            copies[node] = graph.call_function(torch.narrow, (*args[:2], start, end - start))
+        elif name in _SAME_ARGUMENTS and overload not in ("Dimname", "out"):
+            copies[node] = graph.call_function(getattr(torch, name), args, kwargs)
+        else:
+            copies[node] = graph.call_function(target, args, kwargs)
+    return torch.fx.GraphModule({}, graph).forward
+
+
+def _is_narrow(node: torch.fx.Node) -> bool:
+    source, (start, end) = node.args[0].meta.get("val"), node.args[2:4]
+    return (
+        isinstance(source, torch.Tensor)
+        and isinstance(start, int)
+        and isinstance(end, int)
+        and 0 <= start <= min(end, source.shape[node.args[1]])
+    )

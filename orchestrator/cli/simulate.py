@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from orchestrator.simulate.study import Study
     from orchestrator.simulate.trace import RoutingTrace
 
-_DEFAULT_STEPS = 3000
+_DEFAULT_STEPS = 2000
 _SWEEPS = {
     "slots": "expert slots, % of all experts",
     "link": "link rate, GB/s",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from protocol.logs import set_up_logging
 from protocol.machine import read_cpus, worker_threads
@@ -41,8 +42,17 @@ def main(argv: list[str] | None = None) -> int:
         "core allowed here)",
     )
     add_max_isa(parser)
+    parser.add_argument(
+        "--eager",
+        action="store_true",
+        help="run single tokens through transformers' own forward (default: as the orchestrator "
+        "was started)",
+    )
     arguments = parser.parse_args(argv)
     set_up_logging("gpu_worker", arguments.log_level)
+    # Where what is compiled is kept for the next start.
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "headrace" / "inductor"))
     # After the flags are read: these take seconds. Before joining: the model loads meanwhile.
     import torch
 
@@ -62,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
             arguments.device,
             max_isa=arguments.max_isa,
             num_threads=arguments.threads or worker_threads(read_cpus()),
+            dense_path="eager" if arguments.eager else None,
         ),
     )
 

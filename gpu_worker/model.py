@@ -28,6 +28,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from gpu_worker.compilation import CompileFailed, compile_kinds, why_different
 from gpu_worker.decode_step import DecodeStep
 from gpu_worker.kv_cache import new_growing_cache
 from gpu_worker.step_trace import Untraceable, trace_step
@@ -127,6 +128,35 @@ class DenseModel:
         except Untraceable as error:
             return str(error)
         self._step = step
+        return None
+
+    def compile_decode(self, report: Callable[[int, int], None]) -> str | None:
+        """Compile the recording; `report(done, total)` is called every few seconds.
+
+        Returns:
+            None, or why the recording goes on as it was.
+        """
+        step = self._step
+        if step is None:
+            return "there is no recording to compile"
+        try:
+            programs = compile_kinds(step.kinds, report)
+        except CompileFailed as error:
+            return str(error)
+        differences = []
+
+        def look(kind: int, inputs: list[torch.Tensor], expected: Any) -> None:
+            differences.append(why_different(programs[kind], inputs, expected))
+
+        try:
+            for _ in self.compare(step, look):
+                pass
+        except Exception as error:  # a program that compiled and does not run
+            return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+        found = next((difference for difference in differences if difference), None)
+        if found is not None:
+            return f"a compiled part computes something else: {found}"
+        step.use(programs)
         return None
 
     @property

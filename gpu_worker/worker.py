@@ -20,6 +20,7 @@ from expert_kernels.native import make_expert_function
 from expert_kernels.reference import TORCH_DTYPE, ExpertFunction
 from expert_kernels.step_rows import ActivationViews
 from expert_store.layout import HEADER_BYTES, decode_header
+from gpu_worker.dense_path import set_up_dense_path
 from gpu_worker.exchange import Exchange
 from gpu_worker.model import load_dense_model
 from gpu_worker.rows import HostRows
@@ -176,10 +177,12 @@ def serve(
     *,
     max_isa: MaxIsa = "best",
     num_threads: int = 1,
+    dense_path: str | None = None,
 ) -> None:
     """Set up, say Ready, follow commands. `device_choice` "auto" takes the orchestrator's word.
 
     `max_isa` and `num_threads` are for a device that is the CPU (expert_kernels.native).
+    `dense_path` (gpu_worker.dense_path) overrides the orchestrator's.
 
     Raises:
         UserError: what was asked for cannot be set up here.
@@ -195,7 +198,9 @@ def serve(
             "run all processes from the same release."
         )
     link.progress(0, 2, "loading dense weights")
-    model = load_dense_model(Path(setup.model_dir), TORCH_DTYPE[layout.dtype], device)
+    model = load_dense_model(
+        Path(setup.model_dir), TORCH_DTYPE[layout.dtype], device, setup.max_sequence_tokens
+    )
     if model.num_moe_layers != layout.num_layers:
         raise UserError(
             f"{setup.model_dir} has {model.num_moe_layers} MoE layers, the expert store "
@@ -220,6 +225,7 @@ def serve(
     try:
         with torch.inference_mode():
             model.warm_up()
+            set_up_dense_path(model, dense_path or setup.dense_path, link.progress)
             worker = GpuWorker(link, model, rows, slots, layout, copier)
             gc.collect()
             gc.freeze()  # what was loaded stays: no collection needs to look at it again

@@ -178,6 +178,9 @@ class Engine:
         settings = self._settings
         check_settings(settings)
         self._text_model = TextModel.load(settings.model_dir, settings.max_context)
+        settings = self._settings = msgspec.structs.replace(
+            settings, max_rows=self._text_model.rows_per_step(settings.max_rows)
+        )
         if settings.latency_log is not None:
             self._log_file = LogFile(settings.latency_log)
             stack.callback(self._log_file.close)

@@ -77,6 +77,7 @@ def worker_setup(
         emulate_link_bytes_per_s=settings.emulate_link_bytes_per_s,
         is_rate_stated=stated.get(role) is not None,
         digest_logits=settings.digest_logits,
+        dense_path=settings.dense_path,
     )
 
 

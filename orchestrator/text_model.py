@@ -27,19 +27,38 @@ _MAX_UNFINISHED = 3
 #: the beginning of a text (and strip its space).
 _CONTEXT_TOKENS = 5
 _DEFAULT_CONTEXT = 4096
+#: Families whose layers forget what came before when several tokens follow earlier ones: in
+#: transformers, jamba's mamba layers begin anew. One token at a time they go on as they should.
+_WHOLE_PROMPT_FAMILIES = frozenset({"jamba"})
+#: Longest prompt of such a family: all of it is rows of one step.
+MAX_WHOLE_PROMPT = 2048
 
 
 class TextModel:
     """Tokenizer, end tokens and limits of one checkpoint."""
 
     def __init__(
-        self, tokenizer: Tokenizer, eos_tokens: frozenset[int], context: int, vocab_size: int
+        self,
+        tokenizer: Tokenizer,
+        eos_tokens: frozenset[int],
+        context: int,
+        vocab_size: int,
+        *,
+        is_prompt_whole: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self.eos_tokens = eos_tokens
         #: Positions that one sequence may hold, prompt included.
         self.context = context
         self.vocab_size = vocab_size
+        self._is_prompt_whole = is_prompt_whole
+
+    def rows_per_step(self, max_rows: int) -> int:
+        """Tokens that one step must take: `max_rows`, or all of the longest prompt where the model
+        cannot take a prompt in parts."""
+        if not self._is_prompt_whole:
+            return max_rows
+        return max(max_rows, min(self.context, MAX_WHOLE_PROMPT))
 
     @classmethod
     def load(cls, model_dir: Path, max_context: int | None = None) -> TextModel:
@@ -66,7 +85,14 @@ class TextModel:
         if eos is None:
             eos = config.get("eos_token_id", nested.get("eos_token_id"))
         vocab_size = _first_int((config, nested), "vocab_size") or tokenizer.get_vocab_size()
-        return cls(tokenizer, _token_set(eos), context, vocab_size)
+        family = nested.get("model_type", config.get("model_type"))
+        return cls(
+            tokenizer,
+            _token_set(eos),
+            context,
+            vocab_size,
+            is_prompt_whole=family in _WHOLE_PROMPT_FAMILIES,
+        )
 
     def why_wrong_length(self, tokens: list[int]) -> str | None:
         """Why a prompt of these tokens cannot be continued, or None."""
@@ -76,6 +102,11 @@ class TextModel:
             return (
                 f"The prompt has {len(tokens)} tokens and the context holds {self.context}, "
                 "prompt and answer together; shorten the prompt."
+            )
+        if self._is_prompt_whole and len(tokens) > MAX_WHOLE_PROMPT:
+            return (
+                f"The prompt has {len(tokens)} tokens, and this model takes a prompt only as a "
+                f"whole, at most {MAX_WHOLE_PROMPT} tokens; shorten the prompt."
             )
         for token in tokens:
             if not 0 <= token < self.vocab_size:

@@ -196,6 +196,8 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     #: Digest logits of every sampled step into StepDone.logits_digest (tests, debugging).
     digest_logits: bool = False
     seed: int = 0
+    #: How the gpu_worker runs single tokens: "eager", "traced" or "compiled".
+    dense_path: str = "traced"
 
 
 class Welcome(Message, frozen=True):

@@ -128,6 +128,19 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
         help="a worker that owes an answer for so long is killed (default: 60)",
     )
     group.add_argument(
+        "--eager",
+        action="store_true",
+        default=None,
+        help="run the dense part of single tokens as transformers does, without recording it",
+    )
+    group.add_argument(
+        "--compile",
+        action="store_true",
+        default=None,
+        help="compile the dense part of single tokens: faster, after a first start that takes "
+        "minutes; needs a C++ compiler (default: record and replay it)",
+    )
+    group.add_argument(
         "--digest-logits",
         action="store_true",
         default=None,
@@ -150,6 +163,8 @@ _FIELDS = {
     "latency_log": "latency_log",
     "worker_timeout": "worker_timeout_s",
     "digest_logits": "digest_logits",
+    "eager": "is_eager",
+    "compile": "is_compiling",
 }
 
 

@@ -27,7 +27,7 @@
 
 namespace {
 
-constexpr int64_t TILE_BYTES = 128 * 1024;
+constexpr int64_t TILE_BYTES = 256 * 1024;
 constexpr int MAX_TILE_OUTPUTS = 256;
 constexpr int ROWS_PER_PASS = 12;  // rows whose sums are kept at once; a multiple of 3 and 4
 constexpr int64_t MAX_TILES = (int64_t(1) << 24) - 1;
@@ -312,15 +312,19 @@ constexpr int64_t READ_TILE_BYTES = 1024 * 1024;
 void read_tile(void* context, int64_t tile) {
     ReadJob& job = *static_cast<ReadJob*>(context);
     const int64_t begin = tile * READ_TILE_BYTES;
-    const int64_t num_words = std::min(READ_TILE_BYTES, job.num_bytes - begin) / 64 * 8;
+    constexpr int NUM_STREAMS = 4;
+    const int64_t stream_bytes =
+        std::min(READ_TILE_BYTES, job.num_bytes - begin) / (64 * NUM_STREAMS) * 64;
     const char* data = job.data + begin;
     uint64_t sums[8] = {};
-    for (int64_t i = 0; i < num_words; i += 8) {
-        uint64_t words[8];
-        memcpy(words, data + i * 8, sizeof words);
-        __builtin_prefetch(data + i * 8 + 1024, 0, 3);
-        for (int j = 0; j < 8; j++) sums[j] += words[j];
-    }
+    for (int64_t i = 0; i < stream_bytes; i += 64)
+        for (int stream = 0; stream < NUM_STREAMS; stream++) {
+            const char* line = data + stream * stream_bytes + i;
+            uint64_t words[8];
+            memcpy(words, line, sizeof words);
+            __builtin_prefetch(line + 512, 0, 3);
+            for (int j = 0; j < 8; j++) sums[j] += words[j];
+        }
     uint64_t total = 0;
     for (const uint64_t sum : sums) total += sum;
     job.checksum.fetch_add(total, std::memory_order_relaxed);

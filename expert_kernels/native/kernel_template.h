@@ -21,9 +21,9 @@ namespace {
 template <int D>
 constexpr int ITEM_BYTES = D == HR_FLOAT32 ? 4 : 2;
 
-// Weights are a stream that is read once: asking for them this far ahead keeps the memory busy
-// across the ends of rows, where the processor's own prefetchers start anew.
-constexpr int PREFETCH_BYTES = 1024;
+// Weights are read once, in streams: asking for them this far ahead keeps the memory busy where a
+// stream crosses into another page, at which the processor's own prefetchers start anew.
+constexpr int PREFETCH_BYTES = 512;
 constexpr int LINE_BYTES = 64;
 
 template <class V, int D, int R, int M>
@@ -41,29 +41,25 @@ __attribute__((always_inline)) inline void multiply_block(
     }
 }
 
-// R outputs of M rows. `ahead_bytes`: from the end of one of these R weight rows to where the
-// stream goes on, which is R - 1 rows further.
+// Outputs output, output + apart, ... (R of them) of M rows, beginning with `row`.
 template <class V, int D, int R, int M>
-__attribute__((noinline)) void dot_tile(const Product& p, int output, int row) {
+__attribute__((noinline)) void dot_tile(const Product& p, int output, int apart, int row) {
     constexpr int BLOCK_BYTES = NUM_LANES * ITEM_BYTES<D>;
     const char* w[R];
     const float* x[M];
     typename V::Reg sums[R][M][NUM_LANES / V::LANES];
-    for (int r = 0; r < R; r++) w[r] = p.weights + (output + r) * p.stride_bytes;
+    for (int r = 0; r < R; r++) w[r] = p.weights + (output + r * apart) * p.stride_bytes;
     for (int m = 0; m < M; m++) x[m] = p.x[row + m];
     for (auto& of_output : sums)
         for (auto& of_row : of_output)
             for (auto& sum : of_row) sum = V::zero();
 
     const int num_blocks = p.depth / NUM_LANES;
-    const int64_t skip_bytes = (R - 1) * p.stride_bytes;
-    constexpr int BLOCKS_AHEAD = PREFETCH_BYTES / BLOCK_BYTES;
     constexpr int BLOCKS_PER_STEP = BLOCK_BYTES < LINE_BYTES ? LINE_BYTES / BLOCK_BYTES : 1;
     int block = 0;
     for (; block + BLOCKS_PER_STEP <= num_blocks; block += BLOCKS_PER_STEP) {
-        const int64_t ahead = int64_t(block) * BLOCK_BYTES + PREFETCH_BYTES +
-                              (block + BLOCKS_AHEAD < num_blocks ? 0 : skip_bytes);
-        for (int r = 0; r < R; r++) V::prefetch(w[r] + ahead);
+        for (int r = 0; r < R; r++)
+            V::prefetch(w[r] + int64_t(block) * BLOCK_BYTES + PREFETCH_BYTES);
         for (int step = 0; step < BLOCKS_PER_STEP; step++)
             multiply_block<V, D, R, M>(w, (block + step) * BLOCK_BYTES, x,
                                        (block + step) * NUM_LANES, sums);
@@ -84,27 +80,30 @@ __attribute__((noinline)) void dot_tile(const Product& p, int output, int row) {
     }
     for (int r = 0; r < R; r++)
         for (int m = 0; m < M; m++)
-            p.out[(row + m) * p.out_stride + output + r] = V::reduce(sums[r][m]);
+            p.out[(row + m) * p.out_stride + output + r * apart] = V::reduce(sums[r][m]);
 }
 
 template <class V, int D, int R>
-__attribute__((always_inline)) inline void dot_outputs(const Product& p, int output) {
+__attribute__((always_inline)) inline void dot_outputs(const Product& p, int output, int apart) {
     int row = 0;
     if constexpr (R > 1) {
         // Many rows: as many sums as registers hold, 2 outputs or more by V::ROWS rows.
         for (; row + V::ROWS <= p.num_rows; row += V::ROWS)
             for (int r = 0; r < R; r += V::OUTPUTS_OF_ROWS)
-                dot_tile<V, D, V::OUTPUTS_OF_ROWS, V::ROWS>(p, output + r, row);
+                dot_tile<V, D, V::OUTPUTS_OF_ROWS, V::ROWS>(p, output + r * apart, apart, row);
     }
-    for (; row < p.num_rows; row++) dot_tile<V, D, R, 1>(p, output, row);
+    for (; row < p.num_rows; row++) dot_tile<V, D, R, 1>(p, output, apart, row);
 }
 
 template <class V, int D>
 void dot_rows(const Product& p) {
-    int output = 0;
-    for (; output + V::OUTPUTS <= p.num_outputs; output += V::OUTPUTS)
-        dot_outputs<V, D, V::OUTPUTS>(p, output);
-    for (; output < p.num_outputs; output++) dot_outputs<V, D, 1>(p, output);
+    // OUTPUTS streams, each through a stretch of adjacent rows: with adjacent rows side by side
+    // instead, streams would end after one row and jump, and rows of a few KB read 1.5x slower.
+    const int apart = p.num_outputs / V::OUTPUTS;
+    for (int output = 0; output < apart; output++)
+        dot_outputs<V, D, V::OUTPUTS>(p, output, apart);
+    for (int output = apart * V::OUTPUTS; output < p.num_outputs; output++)
+        dot_outputs<V, D, 1>(p, output, 1);
 }
 
 // K rows of the weights times K values, added to the sums of a stretch of outputs. Sums lie in

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from gpu_worker.step_trace import AttentionSite, Untraceable, is_site
 
@@ -39,6 +41,10 @@ _SAME_ARGUMENTS = frozenset(
         "where",
     }
 )  # fmt: skip
+
+
+#: Arguments of transformers' sdpa attention that change nothing for one row that sees all.
+_PLAIN_ARGUMENTS = frozenset({"scaling", "dropout", "sliding_window", "use_cache"})
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,8 @@ class _SiteCall:
     site: AttentionSite | ExpertsSite
     inputs: tuple[int, ...]
     output: int
+    #: Of an attention site: (q, what the cache holds ...) -> [1, 1, heads, dim].
+    attend: Callable[..., torch.Tensor] | None = None
 
 
 class DecodeStep:
@@ -111,11 +119,7 @@ class DecodeStep:
             site, inputs = call.site, call.inputs
             if type(site) is AttentionSite:
                 held = layers[site.cache_layer].update(values[inputs[1]], values[inputs[2]])
-                if site.expand is not None:
-                    held = site.expand(*held)
-                values[call.output] = site.function(
-                    site.module, values[inputs[0]], *held, None, **site.arguments
-                )[0]
+                values[call.output] = call.attend(values[inputs[0]], *held)
             else:
                 module = site.module
                 values[call.output] = module.headrace_exchange(
@@ -148,10 +152,10 @@ class DecodeStep:
                 finish()
                 inputs, number = node.args[:3], node.args[-1]
                 slots[node] = len(slots)
+                site = trace.sites[number]
+                attend = _attend(site) if isinstance(site, AttentionSite) else None
                 self._calls.append(
-                    _SiteCall(
-                        trace.sites[number], tuple(slots[value] for value in inputs), slots[node]
-                    )
+                    _SiteCall(site, tuple(slots[value] for value in inputs), slots[node], attend)
                 )
             elif node.op == "call_function":
                 pending.append(node)
@@ -187,13 +191,13 @@ class DecodeStep:
             copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"n{number}")
             copies[node].meta["val"] = node.meta.get("val")
         graph.output(tuple(copies[node] for node in outputs))
-        module = torch.fx.GraphModule({}, graph)
         examples = tuple(_value(value, constants) for value in (*inputs, *weights))
         shapes = [(tuple(t.shape), t.stride(), str(t.dtype), str(t.device)) for t in examples]
-        key = f"{module.code}{shapes}"
+        key = "\n".join(f"{n.name} {n.target} {n.args} {n.kwargs}" for n in graph.nodes)
+        key += str(shapes)
         if key not in found:
             found[key] = len(self.kinds)
-            self.kinds.append(SegmentKind(module, examples))
+            self.kinds.append(SegmentKind(torch.fx.GraphModule({}, graph), examples))
         for node in outputs:
             slots[node] = len(slots)
         return _Segment(
@@ -202,6 +206,33 @@ class DecodeStep:
             tuple(constants[value] for value in weights),
             tuple(slots[node] for node in outputs),
         )
+
+
+def _attend(site: AttentionSite) -> Callable[..., torch.Tensor]:
+    """What an attention site runs, without what does not apply to one row and no mask."""
+    module, function, arguments, expand = site.module, site.function, site.arguments, site.expand
+    is_plain = function is sdpa_attention_forward and expand is None
+    is_grouped = getattr(module, "num_key_value_groups", 1) > 1
+    if not is_plain or module.training or arguments.keys() - _PLAIN_ARGUMENTS:
+
+        def attend(query: torch.Tensor, *held: torch.Tensor) -> torch.Tensor:
+            if expand is not None:
+                held = expand(*held)
+            return function(module, query, *held, None, **arguments)[0]
+
+        return attend
+
+    scale = arguments.get("scaling")
+
+    def attend_plainly(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        result = scaled_dot_product_attention(
+            query, keys, values, scale=scale, enable_gqa=is_grouped
+        )
+        return result.transpose(1, 2).contiguous()
+
+    return attend_plainly
 
 
 def _value(node: torch.fx.Node, constants: dict[torch.fx.Node, torch.Tensor]) -> torch.Tensor:

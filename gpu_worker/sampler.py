@@ -17,6 +17,7 @@ import hashlib
 import math
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 #: Below this temperature the distribution is a single spike; dividing by it would only overflow.
 MIN_TEMPERATURE = 1e-5
+
+#: Tokens of a vocabulary that are looked at together, and how many of the best may be a nucleus.
+_BLOCK = 64
+_NUCLEUS = 256
 
 _MASK_64 = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -44,18 +49,64 @@ def sample(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
     Raises:
         LogitsError: the logits name no token.
     """
-    scores = logits.to("cpu", torch.float32)
-    if not math.isfinite(float(scores.max())):  # NaN wins every maximum
+    scores = logits.to("cpu", torch.float32).contiguous()
+    values = scores.numpy()
+    best = int(values.argmax())  # numpy's is several times faster, and finds a NaN first, too
+    if not math.isfinite(values[best]):
         raise LogitsError("the logits hold NaN or infinity; the weights or the prompt overflow")
     if not params.temperature >= MIN_TEMPERATURE:
-        return int(scores.argmax())
-    weights = filter_logits(scores, params).softmax(dim=-1)
+        return best
+    tokens = None
+    if 0 < params.top_k < len(scores):
+        tokens = _best_tokens(scores, params.top_k)
+        params = msgspec.structs.replace(params, top_k=0)
+        weights = filter_logits(scores[tokens], params).softmax(dim=-1)
+    elif params.top_p < 1.0 and (head := _nucleus(scores, params)) is not None:
+        tokens, weights = head
+    else:
+        weights = filter_logits(scores, params).softmax(dim=-1)
     cumulative = weights.double().cumsum(dim=-1)
     target = uniform(params.seed, position) * float(cumulative[-1])
-    token = int(torch.searchsorted(cumulative, target, right=True))
-    if token >= len(weights):  # target was rounded up to the total
-        token = int(weights.nonzero()[-1])
-    return token
+    place = int(torch.searchsorted(cumulative, target, right=True))
+    if place >= len(weights):  # target was rounded up to the total
+        place = int(weights.nonzero()[-1])
+    return place if tokens is None else int(tokens[place])
+
+
+def _best_tokens(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Ascending ids, int64, of all tokens that score no less than the `count`-th best.
+
+    Large vocabularies are looked through in blocks: the `count`-th best of the blocks' maxima is a
+    bound that at least `count` tokens reach and few others do.
+    """
+    num_blocks = len(scores) // _BLOCK
+    if num_blocks <= count:
+        return (scores >= scores.topk(count).values[-1]).nonzero().view(-1)
+    end = num_blocks * _BLOCK
+    maxima = torch.cat((scores[:end].view(num_blocks, _BLOCK).amax(dim=1), scores[end:]))
+    tokens = (scores >= maxima.topk(count).values[-1]).nonzero().view(-1)
+    found = scores[tokens]
+    return tokens[found >= found.topk(count).values[-1]]
+
+
+def _nucleus(
+    scores: torch.Tensor, params: SamplingParams
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Tokens, ascending, and their weights under top-p and min-p, found among the best few; None
+    where those few do not hold top-p of the distribution, or hold it by a hair."""
+    if len(scores) <= _NUCLEUS * _BLOCK:
+        return None
+    tokens = _best_tokens(scores, _NUCLEUS)
+    log_total = float((scores / params.temperature).logsumexp(dim=0))
+    weights = ((scores[tokens] / params.temperature).double() - log_total).exp()
+    if float(weights.sum()) < params.top_p + 1e-3:
+        return None
+    descending, order = weights.sort(descending=True, stable=True)
+    # As in filter_logits: who is beyond those that already make up top_p is the tail.
+    is_kept = descending.cumsum(dim=0) - descending < params.top_p
+    is_kept &= descending >= params.min_p * descending[0]
+    is_kept[0] = True
+    return tokens, weights * torch.empty_like(is_kept).scatter_(0, order, is_kept)
 
 
 def filter_logits(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:

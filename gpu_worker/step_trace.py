@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _NAME = "headrace_trace"
 #: Arguments of attention functions that one row without a mask has no use for.
-_UNUSED_ARGUMENTS = frozenset({"position_ids", "cache_position"})
+_UNUSED_ARGUMENTS = frozenset({"position_ids", "cache_position", "output_router_logits"})
 
 _library = torch.library.Library("headrace", "DEF")
 _library.define("attend(Tensor q, Tensor k, Tensor v, int dim, int site) -> Tensor")

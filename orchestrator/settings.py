@@ -18,6 +18,8 @@ DEFAULT_WORKER_TIMEOUT_S = 60.0
 #: Rows of the activation segment: how many prompt tokens go through the model in one step.
 DEFAULT_MAX_ROWS = 64
 BYTES_PER_GB = 1e9
+#: More than any model has: for checking a number of slots before the model is known.
+MANY_EXPERTS = 10**12
 
 
 class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,21 +41,13 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     latency_log: Path | None = None
     worker_timeout_s: float = DEFAULT_WORKER_TIMEOUT_S
     digest_logits: bool = False
-    #: Single tokens run through transformers' own forward, with no recording of it.
-    is_eager: bool = False
-    #: The recording is compiled, which takes a minute or so when it is first done.
-    is_compiling: bool = False
+    #: How single tokens run through the dense part. Recording costs a start some tenths of a second
+    #: per layer and compiling minutes, more than a short answer would get back: so a person asks.
+    dense_path: str = "eager"
     is_supervising: bool = False
     #: Read end of a pipe whose other end the parent holds: its end ends the pipeline.
     parent_fd: int | None = None
     log_level: str = "warning"
-
-    @property
-    def dense_path(self) -> str:
-        """What `WorkerSetup.dense_path` says; --eager switches off everything that is not plain."""
-        if self.is_eager:
-            return "eager"
-        return "compiled" if self.is_compiling else "traced"
 
     @property
     def host_bytes_per_s(self) -> float | None:

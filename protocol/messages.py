@@ -197,7 +197,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     digest_logits: bool = False
     seed: int = 0
     #: How the gpu_worker runs single tokens: "eager", "traced" or "compiled".
-    dense_path: str = "traced"
+    dense_path: str = "eager"
 
 
 class Welcome(Message, frozen=True):

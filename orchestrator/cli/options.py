@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from orchestrator.settings import PipelineSettings
 
 DEVICES = ("cpu", "cuda")
+DENSE_PATHS = ("eager", "traced", "compiled")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _positive = number(float, 1e-9, "GB/s")
 
@@ -128,17 +129,11 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
         help="a worker that owes an answer for so long is killed (default: 60)",
     )
     group.add_argument(
-        "--eager",
-        action="store_true",
-        default=None,
-        help="run the dense part of single tokens as transformers does, without recording it",
-    )
-    group.add_argument(
-        "--compile",
-        action="store_true",
-        default=None,
-        help="compile the dense part of single tokens: faster, after a first start that takes "
-        "minutes; needs a C++ compiler (default: record and replay it)",
+        "--dense-path",
+        choices=DENSE_PATHS,
+        help="how single tokens run outside the experts. eager: as transformers does; traced: "
+        "recorded at the start, then replayed bit for bit; compiled: fastest, after a first start "
+        "that takes minutes, needs a C++ compiler (default: eager)",
     )
     group.add_argument(
         "--digest-logits",
@@ -163,8 +158,7 @@ _FIELDS = {
     "latency_log": "latency_log",
     "worker_timeout": "worker_timeout_s",
     "digest_logits": "digest_logits",
-    "eager": "is_eager",
-    "compile": "is_compiling",
+    "dense_path": "dense_path",
 }
 
 

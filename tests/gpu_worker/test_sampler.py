@@ -140,3 +140,27 @@ def test_a_digest_tells_one_bit() -> None:
     assert len(digest(logits)) == 16
     assert digest(logits) == digest(logits.clone())
     assert digest(logits) != digest(other)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(0.8, top_k=40),
+        SamplingParams(0.8, top_k=5, top_p=0.7, min_p=0.02),
+        SamplingParams(0.3, top_p=0.9),
+        SamplingParams(0.3, top_p=0.5, min_p=0.1),
+        SamplingParams(5.0, top_p=0.99),  # wider than the few that are looked at first
+    ],
+    ids=str,
+)
+def test_large_vocabularies_draw_from_what_the_filters_keep(params: SamplingParams) -> None:
+    """20 000 tokens take the short cuts; the draws must be those of the filtered distribution."""
+    logits = _logits(9, vocab=20_000)
+    weights = filter_logits(logits, params).softmax(dim=-1).double()
+    cumulative = weights.cumsum(dim=-1)
+    for position in range(40):
+        token = sample(logits, params, position)
+        assert weights[token] > 0
+        target = uniform(params.seed, position) * float(cumulative[-1])
+        below = float(cumulative[token] - weights[token])
+        assert below - 1e-5 <= target <= float(cumulative[token]) + 1e-5

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = worker_parser(PROG, _DESCRIPTION, _EPILOG, os.environ)
     parser.add_argument(
         "--numa-node",
-        type=number(int, 0, "a NUMA node"),
+        type=number(int, 0, "NUMA node"),
         metavar="N",
         help="bind threads and memory to this NUMA node (default: stay as started)",
     )

@@ -46,7 +46,7 @@ async def load_store(
     arguments = ["load", "--model", str(model_dir), "--dtype", dtype, "--fd", str(fd)]
     report = await _run(arguments, (fd,), on_progress)
     if not isinstance(report, Loaded):
-        raise LoaderFault("the loader ended before the store was complete")
+        raise LoaderFault("the loader answered something else")
     return report.layout
 
 
@@ -61,13 +61,14 @@ async def inspect_model(model_dir: Path, dtype: str) -> Inspection:
         ["inspect", "--model", str(model_dir), "--dtype", dtype], (), lambda progress: None
     )
     if not isinstance(report, Inspection):
-        raise LoaderFault("the loader ended without an answer")
+        raise LoaderFault("the loader answered something else")
     return report
 
 
 async def _run(
     arguments: list[str], fds: tuple[int, ...], on_progress: Callable[[Progress], None]
-) -> Report | None:
+) -> Report:
+    """The loader's answer: its last report."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",
@@ -81,12 +82,16 @@ async def _run(
         start_new_session=True,  # a Ctrl-C at the terminal is the orchestrator's to handle
     )
     assert process.stdout is not None
-    last: Report | None = None
     try:
         while line := await asyncio.wait_for(process.stdout.readline(), _SILENCE_TIMEOUT_S):
-            last = decode_report(line)
-            if isinstance(last, Progress):
-                on_progress(last)
+            report = decode_report(line)
+            if isinstance(report, Failure):
+                raise UserError(report.message)
+            if not isinstance(report, Progress):
+                # Its work is done. It is not waited for: an interpreter with torch in it takes
+                # seconds to leave, on a busy machine many.
+                return report
+            on_progress(report)
         code = await asyncio.wait_for(process.wait(), _END_TIMEOUT_S)
     except (msgspec.DecodeError, ValueError) as error:
         raise LoaderFault(f"the loader said what is no report: {error}") from None
@@ -97,13 +102,9 @@ async def _run(
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-    if isinstance(last, Failure):
-        raise UserError(last.message)
-    if code != 0:
-        ending = f"signal {-code}" if code < 0 else f"code {code}"
-        raise LoaderFault(
-            f"the loader ended with {ending}"
-            + (" (out of memory?)" if code == -9 else "")
-            + (" (wrong arguments)" if code == EXIT_USER_ERROR else "")
-        )
-    return last
+    ending = f"signal {-code}" if code < 0 else f"code {code}"
+    raise LoaderFault(
+        f"the loader ended with {ending}"
+        + (" (out of memory?)" if code == -9 else "")
+        + (" (wrong arguments)" if code == EXIT_USER_ERROR else "")
+    )

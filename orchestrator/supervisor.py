@@ -91,6 +91,7 @@ class Supervisor:
                     self._log_level,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,  # a Ctrl-C at the terminal is the orchestrator's
                 )
             except OSError as error:
                 self._on_fatal(f"The {role} cannot be started: {error.strerror}.", EXIT_FAULT)

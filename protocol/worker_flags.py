@@ -82,7 +82,9 @@ def number(kind: type[int] | type[float], least: float, what: str) -> Callable[[
         except ValueError:
             value = kind(-1)
         if not least <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {what} >= {least:g}")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} does not serve: say a number >= {least:g} ({what})"
+            )
         return value
 
     return parse

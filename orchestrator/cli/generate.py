@@ -93,7 +93,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     group.add_argument(
         "--seed",
-        type=number(int, 0, "a seed"),
+        type=number(int, 0, "seed"),
         default=0,
         metavar="S",
         help="same seed, same text (default: %(default)s)",
@@ -112,6 +112,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run_generate(options: argparse.Namespace) -> int:
     """Returns the exit code. Raises UserError and KeyboardInterrupt for the caller to show."""
     sampling = _sampling(options)
+    _check_text(options.prompt)
     if options.model is not None:
         from orchestrator.cli.own_pipeline import OwnPipeline
 
@@ -235,6 +236,17 @@ def _continue(
         else:
             report.print_table(finished)
     return finished
+
+
+def _check_text(prompt: str) -> None:
+    """What is no text cannot be a prompt: arguments arrive as bytes, of whatever kind."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            "The prompt is not valid UTF-8; check the encoding of the terminal or script that "
+            "gives it."
+        ) from None
 
 
 def _check_prompt(options: argparse.Namespace) -> None:

@@ -87,7 +87,11 @@ def read_log(path: Path) -> Iterator[LogRecord]:
                 try:
                     record = decoder.decode(line)
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    if not line.endswith(b"\n") and number > 1:
+                    if number == 1:
+                        raise UserError(
+                            f"{path} is not a latency log (`--latency-log FILE` writes one)."
+                        ) from None
+                    if not line.endswith(b"\n"):
                         print(
                             f"headrace: line {number} of {path} was cut short and is left out",
                             file=sys.stderr,

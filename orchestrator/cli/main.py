@@ -7,6 +7,7 @@ at once. What a person can put right is one sentence on stderr and exit code 2, 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -80,6 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # interpreter's own last flush must not complain either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAULT
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        print(f"headrace: the output cannot be written: {error.strerror}.", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAULT
 
 
 def _run(word: str, arguments: list[str]) -> int:
@@ -88,8 +95,21 @@ def _run(word: str, arguments: list[str]) -> int:
     commands = holder.add_subparsers(parser_class=SentenceParser)
     module.add_parser(commands)
     # Its own parser, so that a complaint names the command and points to its --help.
-    options = commands.choices[word].parse_args(arguments)
+    parser = commands.choices[word]
+    _refuse_unknown_flags(parser, arguments)
+    options = parser.parse_args(arguments)
     return int(options.func(options))
+
+
+def _refuse_unknown_flags(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
+    """Name a mistyped flag. argparse itself would first complain of a required one that is missing,
+    which, mistyped, it is."""
+    for argument in arguments:
+        if argument == "--":
+            return
+        flag = argument.partition("=")[0]
+        if flag.startswith("--") and flag not in parser._option_string_actions:
+            parser.error(f"unrecognized arguments: {flag}")
 
 
 def _become_worker(package: str, arguments: list[str]) -> int:

@@ -62,8 +62,12 @@ def run_plan(options: argparse.Namespace) -> int:
     from expert_store.memory import memory_room
     from orchestrator.fit import Question, plan_fit
     from orchestrator.loading import LoaderFault, inspect_model
+    from orchestrator.settings import MANY_EXPERTS, count_slots
     from protocol.machine import read_memlock, read_shm
 
+    if options.slots is not None:
+        # A mistyped number is told before the model is looked at, which takes seconds.
+        count_slots(options.slots, MANY_EXPERTS)
     try:
         inspection = asyncio.run(inspect_model(options.model, options.dtype))
     except LoaderFault as fault:

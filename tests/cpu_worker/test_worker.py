@@ -246,8 +246,8 @@ def test_killed_orchestrator_ends_it(module: str, tmp_path: Path, tiny_env: dict
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--wait", "-1"], "argument --wait: '-1' is not a number of seconds >= 0"),
-        (["--wait", "inf"], "argument --wait: 'inf' is not a number of seconds >= 0"),
+        (["--wait", "-1"], "argument --wait: '-1' does not serve: say a number >= 0 (seconds)"),
+        (["--wait", "inf"], "argument --wait: 'inf' does not serve: say a number >= 0 (seconds)"),
         (["--bogus"], "unrecognized arguments: --bogus"),
         (["--log-level", "loud"], "argument --log-level: invalid choice: 'loud'"),
         (["--wait", "0", "--run-dir", "{}/none"], "There is no run directory {}/none"),

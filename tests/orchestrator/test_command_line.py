@@ -63,6 +63,8 @@ def test_wrong_flags_are_one_line_and_code_2(
         (["generate", "--prompt", "x", "--run-dir", "/" + 200 * "x"], "shorter --run-dir"),
         (["status", "--run-dir", "/nowhere/at/all"], "no run directory"),
         (["latency", "/nowhere/log"], "cannot be read"),
+        (["generate", "--prompt", "\udcff\udcfe"], "not valid UTF-8"),
+        (["plan", "--model", "/nowhere", "--slots", "some"], "not a number of experts"),
     ],
 )
 def test_what_a_person_can_put_right(
@@ -72,6 +74,33 @@ def test_what_a_person_can_put_right(
     err = capsys.readouterr().err
     assert says in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["generate", "--promt", "hi"], ["plan", "--modle=x"], ["orchestrator", "--modle", "x"]],
+)
+def test_a_mistyped_flag_is_named_though_a_required_one_is_missing(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert arguments[1].partition("=")[0] in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "orchestrator.cli.main", "doctor", "--json"],
+            env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "headrace: the output cannot be written: No space left on device.\n"
 
 
 def test_alone_it_shows_the_way(capsys: pytest.CaptureFixture[str]) -> None:

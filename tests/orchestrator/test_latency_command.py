@@ -99,9 +99,9 @@ def test_line_cut_short_by_a_kill_is_left_out(
     ("content", "says"),
     [
         (b"", "is empty: line 1"),
-        (b"\x00\xff\n", "Line 1 of"),
-        (b"{}\n", "Line 1 of"),
-        (b"[]", "Line 1 of"),
+        (b"\x00\xff\n", "is not a latency log"),
+        (b"{}\n", "is not a latency log"),
+        (b"[]", "is not a latency log"),
         (b'{"kind":"worker","worker":1,"role":"","pid":1,"change":"","at_ns":1}\n', "Line 1 of"),
         (
             b'{"kind":"log","version":9,"model":"","dtype":"","num_layers":1,"top_k":1,'

@@ -64,6 +64,7 @@ def compile_kinds(
 
     thread = threading.Thread(target=work, name="compile", daemon=True)
     deadline_s = time.monotonic() + max_s
+    report(0, len(kinds))
     thread.start()
     while thread.is_alive():
         report(len(programs), len(kinds))

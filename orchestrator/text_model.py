@@ -130,27 +130,39 @@ class Detokenizer:
         self._model = model
         self._window = prompt_tokens[-_CONTEXT_TOKENS:]
         self._num_context = len(self._window)
-        text = model.decode(self._window)
-        self._num_said = len(text) - _num_unfinished(text)
+        #: What nobody needs to be told again. Marks at the end of a prompt count as said: if the
+        #: next token turns them into a character, the text differs from here on and is told.
+        self._said = model.decode(self._window)
 
     def push(self, token: int) -> str:
         """The text that `token` completes; may be empty."""
         self._window.append(token)
         whole = self._model.decode(self._window)
         num_unfinished = _num_unfinished(whole)
-        end = len(whole) - num_unfinished
-        piece = whole[self._num_said : end]
-        self._num_said = max(self._num_said, end)
+        start = _num_common(self._said, whole)
+        end = max(start, len(whole) - num_unfinished)
+        self._said = whole[:end]
         if num_unfinished == 0:
             # Everything is said: the tokens since the last such moment become the new context.
             self._window = self._window[self._num_context :]
             self._num_context = len(self._window)
-            self._num_said = len(self._model.decode(self._window))
-        return piece
+            self._said = self._model.decode(self._window)
+        return whole[start:end]
 
     def finish(self) -> str:
         """What was held back because it might have become a character."""
-        return self._model.decode(self._window)[self._num_said :]
+        whole = self._model.decode(self._window)
+        return whole[_num_common(self._said, whole) :]
+
+
+def _num_common(said: str, whole: str) -> int:
+    """Length of the common start of two texts."""
+    if whole.startswith(said):
+        return len(said)
+    return next(
+        (i for i, (a, b) in enumerate(zip(said, whole, strict=False)) if a != b),
+        min(len(said), len(whole)),
+    )
 
 
 def _num_unfinished(text: str) -> int:

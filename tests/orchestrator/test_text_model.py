@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -29,6 +29,8 @@ BYTES = TextModel(byte_tokenizer(), frozenset(), 64, 256)
 
 
 @given(prompt=st.text(max_size=8), text=st.text(max_size=40))
+@example(prompt="\ufffd", text="")  # a mark that is meant
+@example(prompt="\ufffd", text="\ufffda")
 def test_pieces_are_the_text_and_never_half_a_character(prompt: str, text: str) -> None:
     detokenizer = Detokenizer(BYTES, BYTES.encode(prompt))
     pieces = [detokenizer.push(token) for token in BYTES.encode(text)]
@@ -44,6 +46,12 @@ def test_rubbish_bytes_come_out_at_the_end_at_the_latest(tokens: list[int]) -> N
     assert "".join(pieces) + detokenizer.finish() == BYTES.decode(tokens)
     # What is held back is at most one unfinished character.
     assert len(BYTES.decode(tokens)) - len("".join(pieces)) <= 3
+
+
+def test_a_character_that_the_prompt_began_is_told_when_it_is_whole() -> None:
+    first, *rest = "€".encode()
+    detokenizer = Detokenizer(BYTES, [first])
+    assert "".join(detokenizer.push(token) for token in rest) + detokenizer.finish() == "€"
 
 
 def test_first_piece_keeps_its_space() -> None:

@@ -49,7 +49,7 @@ def test_rubbish_bytes_come_out_at_the_end_at_the_latest(tokens: list[int]) -> N
 
 
 def test_a_character_that_the_prompt_began_is_told_when_it_is_whole() -> None:
-    first, *rest = "€".encode()
+    first, *rest = BYTES.encode("€")
     detokenizer = Detokenizer(BYTES, [first])
     assert "".join(detokenizer.push(token) for token in rest) + detokenizer.finish() == "€"
 

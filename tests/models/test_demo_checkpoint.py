@@ -18,8 +18,6 @@ tokenizers = pytest.importorskip("tokenizers")
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 DEMO = MODELS / "demo"
-XZ_STILL_WINS = {"stdlib:calendar.py"}
-"""Held-out files that the committed weights do not yet compress better than ``xz -9``."""
 
 HELD_OUT = [
     "stdlib:calendar.py",
@@ -133,20 +131,7 @@ def test_figures_are_of_these_weights(figures: dict[str, Any]) -> None:
     assert hashlib.sha256(weights).hexdigest() == figures["checkpoint"]["sha256"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[
-                pytest.mark.xfail(
-                    name in XZ_STILL_WINS, reason="the checkpoint needs more training", strict=True
-                )
-            ],
-        )
-        for name in HELD_OUT
-    ],
-)
+@pytest.mark.parametrize("name", HELD_OUT)
 def test_model_beats_xz_on_the_held_out_file(figures: dict[str, Any], name: str) -> None:
     row = next(row for row in figures["files"] if row["name"] == name)
     best_xz = min(row["xz_bits_per_byte"], row["xz_raw_bits_per_byte"])

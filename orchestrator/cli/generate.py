@@ -232,7 +232,7 @@ def _continue(
         sys.stdout.flush()
     if finished.reason != "error":
         if options.json:
-            print(report.as_json(finished, token_ids, has_digest=bool(options.digest_logits)))
+            print(report.as_json(finished, token_ids))
         else:
             report.print_table(finished)
     return finished

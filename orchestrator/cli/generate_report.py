@@ -52,7 +52,7 @@ def show_prompt(prompt: str) -> None:
         console_for(sys.stderr).print(prompt, style="bold", end="", markup=False)
 
 
-def as_json(finished: Finished, token_ids: list[int], *, has_digest: bool) -> str:
+def as_json(finished: Finished, token_ids: list[int]) -> str:
     """The one object of --json."""
     stats = finished.stats
     result: dict[str, object] = {
@@ -78,7 +78,7 @@ def as_json(finished: Finished, token_ids: list[int], *, has_digest: bool) -> st
         "total_experts": stats.total_experts,
         "stages": stats.stages,
     }
-    if has_digest:
+    if stats.logits_digest:  # the pipeline was started with --digest-logits
         result["logits_digest"] = stats.logits_digest
     return msgspec.json.encode(result).decode()
 

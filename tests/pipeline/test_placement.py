@@ -92,7 +92,7 @@ def test_workers_killed_in_mid_run_change_no_bit(
     pipeline.wait_for(lambda status: status.is_ready)
     client = processes.headrace(
         "generate", "--run-dir", pipeline.run_dir, "--prompt", PROMPT, "--max-tokens", NUM_TOKENS,
-        "--temperature", 0.7, "--seed", 5, "--ignore-eos", "--digest-logits", "--json",
+        "--temperature", 0.7, "--seed", 5, "--ignore-eos", "--json",
     )  # fmt: skip
     for role in ("cpu_worker", "dma_worker", "gpu_worker"):
         _kill_one(pipeline, client, role)

@@ -108,7 +108,7 @@ class DecodeStep:
         values[1] = torch.tensor([[position]], device=self._device)
         layers, programs = cache.layers, self._programs
         for call in self._calls:
-            if type(call) is _Segment:
+            if isinstance(call, _Segment):
                 inputs = [values[i] for i in call.inputs]
                 results = programs[call.kind](*inputs, *call.constants)
                 if look is not None:
@@ -116,14 +116,15 @@ class DecodeStep:
                 for output, result in zip(call.outputs, results, strict=True):
                     values[output] = result
                 continue
-            site, inputs = call.site, call.inputs
-            if type(site) is AttentionSite:
-                held = layers[site.cache_layer].update(values[inputs[1]], values[inputs[2]])
-                values[call.output] = call.attend(values[inputs[0]], *held)
+            site, sources = call.site, call.inputs
+            if isinstance(site, AttentionSite):
+                assert call.attend is not None  # every attention site has one
+                held = layers[site.cache_layer].update(values[sources[1]], values[sources[2]])
+                values[call.output] = call.attend(values[sources[0]], *held)
             else:
                 module = site.module
                 values[call.output] = module.headrace_exchange(
-                    module.headrace_layer, *[values[i] for i in inputs]
+                    module.headrace_layer, *[values[i] for i in sources]
                 )
         return values[self._result][0, -1]
 
@@ -273,10 +274,12 @@ def _quick(module: torch.fx.GraphModule) -> Callable[..., Any]:
 
 
 def _is_narrow(node: torch.fx.Node) -> bool:
-    source, (start, end) = node.args[0].meta.get("val"), node.args[2:4]
+    tensor, dim, start, end = node.args[:4]
+    source = tensor.meta.get("val") if isinstance(tensor, torch.fx.Node) else None
     return (
         isinstance(source, torch.Tensor)
+        and isinstance(dim, int)
         and isinstance(start, int)
         and isinstance(end, int)
-        and 0 <= start <= min(end, source.shape[node.args[1]])
+        and 0 <= start <= min(end, source.shape[dim])
     )

@@ -50,14 +50,17 @@ class GrowingLayer(DynamicLayer):
         num_new = key_states.shape[2]
         if self._end + num_new > self.capacity:
             self._make_room(num_new, key_states, value_states)
+        key_room, value_room = self._key_room, self._value_room
+        assert key_room is not None  # room was made with the first position
+        assert value_room is not None
         start, end = self._end, self._end + num_new
-        self._key_room.narrow(2, start, num_new).copy_(key_states)
-        self._value_room.narrow(2, start, num_new).copy_(value_states)
+        key_room.narrow(2, start, num_new).copy_(key_states)
+        value_room.narrow(2, start, num_new).copy_(value_states)
         self._end = end
         self.cumulative_length += num_new
         first = self._first_visible(num_new)
-        self.keys = self._key_room.narrow(2, first, end - first)
-        self.values = self._value_room.narrow(2, first, end - first)
+        self.keys = key_room.narrow(2, first, end - first)
+        self.values = value_room.narrow(2, first, end - first)
         return self.keys, self.values
 
     def _first_visible(self, num_new: int) -> int:
@@ -79,7 +82,7 @@ class GrowingLayer(DynamicLayer):
         rooms = []
         for room, new in ((self._key_room, keys), (self._value_room, values)):
             wider = new.new_empty(*new.shape[:2], capacity, new.shape[3])
-            if num_kept:
+            if room is not None and num_kept:
                 wider.narrow(2, 0, num_kept).copy_(room.narrow(2, self._end - num_kept, num_kept))
             rooms.append(wider)
         self._key_room, self._value_room = rooms

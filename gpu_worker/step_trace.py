@@ -273,8 +273,8 @@ def _remove_dead_code(graph: torch.fx.GraphModule) -> None:
 
     def has_effect(node: torch.fx.Node) -> bool:
         schema = getattr(node.target, "_schema", None)
-        is_call = node.op == "call_function" and schema is not None
-        return node.op in ("placeholder", "output") or (is_call and schema.is_mutable)
+        is_mutable = node.op == "call_function" and bool(getattr(schema, "is_mutable", False))
+        return node.op in ("placeholder", "output") or is_mutable
 
     graph.graph.eliminate_dead_code(has_effect)
 

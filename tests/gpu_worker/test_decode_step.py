@@ -135,6 +135,8 @@ def test_compiling_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # inductor's own
 @torch.inference_mode()
 def test_a_compiled_step_is_close_and_is_compiled_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

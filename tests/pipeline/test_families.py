@@ -29,6 +29,8 @@ NUM_TOKENS = 64
 def transformers_tokens(model_dir: Path) -> list[int]:
     """What transformers decodes greedily after PROMPT; a byte is a token here."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    # None in the settings given to generate() would be filled in from here.
+    model.generation_config.eos_token_id = None
     prompt = torch.tensor([list(PROMPT.encode())])
     settings = GenerationConfig(
         max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=PAD_ID

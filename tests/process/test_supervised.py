@@ -140,12 +140,16 @@ def test_killed_workers_and_a_neighbour(
     assert not list(run_dir.glob("*"))
 
 
+#: Every miss waits for a link of 2 MB/s: no text is over before it is meddled with.
+SLOW = ("--slots", "1", "--fill", "all", "--emulate-link-gbps", "0.002")
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_the_end_of_the_command_ends_everything(
     tiny_model: Path, tmp_path: Path, processes: Processes, how: signal.Signals
 ) -> None:
     run_dir = tmp_path / "run"
-    generate = processes.headrace(*arguments(tiny_model, 100_000, "--run-dir", run_dir))
+    generate = processes.headrace(*arguments(tiny_model, 100_000, "--run-dir", run_dir, *SLOW))
     wait_until(lambda: worker_pids(run_dir), TIMEOUT_S)
     family = family_of(generate)
     assert len(family) == 4
@@ -161,7 +165,7 @@ def test_a_killed_orchestrator_takes_its_workers_along(
     tiny_model: Path, processes: Processes
 ) -> None:
     before = set(_private_run_dirs())
-    generate = processes.headrace(*arguments(tiny_model, 100_000))
+    generate = processes.headrace(*arguments(tiny_model, 100_000, *SLOW))
     wait_until(lambda: len(family_of(generate)) == 4, TIMEOUT_S)
     mine = _mine(before, generate)
     wait_until(lambda: worker_pids(mine), TIMEOUT_S)

@@ -12,7 +12,7 @@ from expert_store.memory import memory_room
 from orchestrator.core.events import CoreConfig
 from orchestrator.core.planner import FillMode
 from orchestrator.core.policies import make_policy
-from orchestrator.settings import PipelineSettings, count_slots
+from orchestrator.settings import MANY_EXPERTS, PipelineSettings, count_slots
 from protocol.errors import UserError
 from protocol.lifeline import SegmentGrant
 from protocol.messages import Role, WorkerSetup
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from expert_store.layout import StoreLayout
 
-#: More than any model has; the number of slots is checked again when the model is known.
-_MANY_EXPERTS = 10**12
 #: Beside slots and activations; what the processes themselves need is checked at loading.
 _SPARE_BYTES = 64 * 1024 * 1024
 
@@ -35,7 +33,7 @@ def check_settings(settings: PipelineSettings) -> None:
     Raises:
         UserError: slots, policy or fill mode make no sense, whatever the model.
     """
-    count_slots(settings.slots, _MANY_EXPERTS)
+    count_slots(settings.slots, MANY_EXPERTS)
     try:
         make_policy(settings.policy)
         FillMode.parse(settings.fill)

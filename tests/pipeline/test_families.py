@@ -44,7 +44,7 @@ def transformers_tokens(model_dir: Path) -> list[int]:
 
 #: Its tokens part from transformers' after the first: why is not known yet.
 DIFFERS = pytest.param(
-    "deepseek_v4", marks=pytest.mark.xfail(reason="tokens differ from generate()", strict=False)
+    "deepseek_v4", marks=pytest.mark.xfail(reason="tokens differ from generate()", strict=True)
 )
 
 

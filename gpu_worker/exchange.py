@@ -1,6 +1,7 @@
 """One layer-step as the gpu_worker lives it: say what was routed, do what is told, join.
 
     publish rows            hidden rows and choices in the activation segment, header last
+    look at the table       every expert is in a slot: compute, join, leave a report, go on
     -> Routed               the orchestrator decides who computes what
     <- Run experts, slots   compute them; -> Ran when their slots are no longer read
     <- Run ... join         that was the last part: add up and go on with the model
@@ -26,13 +27,15 @@ if TYPE_CHECKING:
 
     from gpu_worker.rows import Rows
     from protocol.messages import ExpertId, WorkerCommand, WorkerEvent
+    from protocol.residency import ResidencyReader
     from protocol.worker_life import WorkerLink
 
 
 class Exchange:
     """Gets routed experts computed, one layer after the other, for one step at a time.
 
-    `receive` returns the next command that is meant for this incarnation of the worker.
+    `receive` returns the next command that is meant for this incarnation of the worker. Without a
+    `residency` table every layer is asked for.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Exchange:
         num_slots: int,
         receive: Callable[[], WorkerCommand],
         on_other: Callable[[WorkerCommand], None],
+        residency: ResidencyReader | None = None,
     ) -> None:
         self._epoch = link.epoch
         self._send: Callable[[WorkerEvent], None] = link.send
@@ -51,6 +55,8 @@ class Exchange:
         self._num_slots = num_slots
         self._receive = receive
         self._on_other = on_other
+        self._residency = residency
+        self._table: ResidencyReader | None = None
         self._step = StepId(-1)
         self.joined_ns = 0
         #: Commands of another step or layer.
@@ -60,6 +66,13 @@ class Exchange:
         """The layers that follow belong to `step`."""
         self._step = step
         self.joined_ns = 0
+        table = self._residency
+        self._table = table if table is not None and table.epoch == self._epoch else None
+
+    @property
+    def num_reports(self) -> int:
+        """Layers reported in shared memory so far: what every event of a step says."""
+        return 0 if self._table is None else self._table.num_reports
 
     def __call__(
         self, layer: int, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor
@@ -77,15 +90,31 @@ class Exchange:
             )
         step, started_ns = self._step, 0
         counts = self._rows.publish(step, layer, hidden, choices)
+        routed_ns = time.monotonic_ns()
+        experts = list(counts)
+        table = self._table
+        if table is not None:
+            slots = table.look(layer, experts)
+            if slots is not None:
+                started_ns = time.monotonic_ns()
+                self._rows.compute(experts, slots)  # type: ignore[arg-type]
+                output = self._rows.join(weights, hidden.dtype)
+                joined_ns = time.monotonic_ns()
+                ended_ns = self._rows.wait_computed()
+                times_ns = (routed_ns, started_ns, ended_ns, self.joined_ns)
+                table.report(self._epoch, step, layer, experts, list(counts.values()), times_ns)
+                self.joined_ns = joined_ns
+                return output
         self._send(
             Routed(
                 self._epoch,
                 step,
                 LayerId(layer),
-                list(counts),
+                experts,
                 list(counts.values()),
-                time.monotonic_ns(),
+                routed_ns,
                 self.joined_ns,
+                self.num_reports,
             )
         )
         while True:
@@ -110,7 +139,15 @@ class Exchange:
             if command.experts:
                 ended_ns = self._rows.wait_computed()
                 self._send(
-                    Ran(self._epoch, step, command.layer, command.experts, started_ns, ended_ns)
+                    Ran(
+                        self._epoch,
+                        step,
+                        command.layer,
+                        command.experts,
+                        started_ns,
+                        ended_ns,
+                        self.num_reports,
+                    )
                 )
             if joined is not None:
                 return joined

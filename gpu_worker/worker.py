@@ -28,7 +28,9 @@ from gpu_worker.sampler import LogitsError, digest, sample
 from gpu_worker.sequences import Sequences
 from gpu_worker.slots import SharedSlots
 from protocol.errors import ProtocolError, UserError
+from protocol.membarrier import MemoryBarrier
 from protocol.messages import Copied, Copy, DropSequence, Refused, StartStep, StepDone
+from protocol.residency import RESIDENCY, ResidencyReader
 from protocol.step_segment import ACTIVATIONS, WEIGHTS
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ class GpuWorker:
         slots: ExpertSlots,
         layout: StoreLayout,
         copier: InProcessCopier | None = None,
+        residency: ResidencyReader | None = None,
     ) -> None:
         self._link = link
         self._model = model
@@ -67,7 +70,13 @@ class GpuWorker:
         self._copier = copier
         self._sequences = Sequences(model.new_cache, link.setup.max_sequence_tokens)
         self._exchange = Exchange(
-            link, rows, layout.top_k, slots.arena.num_slots, self._receive, self._other
+            link,
+            rows,
+            layout.top_k,
+            slots.arena.num_slots,
+            self._receive,
+            self._other,
+            residency,
         )
         self._running: SequenceId | None = None
         self._is_running_dropped = False
@@ -121,6 +130,7 @@ class GpuWorker:
                 logits_digest,
                 self._exchange.joined_ns,
                 time.monotonic_ns(),
+                self._exchange.num_reports,
             )
         )
         self._running = None
@@ -226,7 +236,7 @@ def serve(
         with torch.inference_mode():
             model.warm_up()
             set_up_dense_path(model, dense_path or setup.dense_path, link.progress)
-            worker = GpuWorker(link, model, rows, slots, layout, copier)
+            worker = GpuWorker(link, model, rows, slots, layout, copier, _residency(link))
             gc.collect()
             gc.freeze()  # what was loaded stays: no collection needs to look at it again
             link.ready(arena=slots.arena)
@@ -235,6 +245,20 @@ def serve(
         if copier is not None:
             copier.close()
         slots.close()
+
+
+def _residency(link: WorkerLink) -> ResidencyReader | None:
+    """The published table; None where the orchestrator grants none, or where this process could
+    not be told of changes in it."""
+    try:
+        memory, grant = link.map_segment(RESIDENCY, is_writable=True)
+    except KeyError:
+        return None
+    barrier = MemoryBarrier()
+    if barrier.is_there and not barrier.register():
+        log.warning("this process cannot take part in memory barriers; every layer is asked for")
+        return None
+    return ResidencyReader(memory, grant)
 
 
 def resolve_device(name: str) -> torch.device:

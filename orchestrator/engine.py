@@ -47,13 +47,14 @@ from orchestrator.lifelines import Lifelines
 from orchestrator.load_progress import LoadProgress
 from orchestrator.loading import LoaderFault, load_store
 from orchestrator.requests import RequestBook
+from orchestrator.residency import HERALDS, TABLE_COMMANDS, ResidencyBoard
 from orchestrator.set_up import check_settings, core_config, make_segments, worker_setup
 from orchestrator.settings import PipelineSettings, count_slots
 from orchestrator.supervisor import Supervisor
 from orchestrator.text_model import TextModel
 from protocol.channel import RouterChannel
 from protocol.codec import to_orchestrator
-from protocol.errors import EXIT_FAULT, EXIT_OK, UserError
+from protocol.errors import EXIT_FAULT, EXIT_OK, ProtocolError, UserError
 from protocol.messages import (
     Cancel,
     ClientRequest,
@@ -118,6 +119,7 @@ class Engine:
         self._layout: StoreLayout
         self._text_model: TextModel
         self._num_slots = 0
+        self._board: ResidencyBoard
         self._channel: RouterChannel[WorkerEvent | ClientRequest]
         self._lifelines: Lifelines
         self._hub: Hub
@@ -202,6 +204,7 @@ class Engine:
         self._num_slots = count_slots(settings.slots, layout.total_experts)
         self._make_core()
         segments, fds = make_segments(settings, layout, self._num_slots, weights_fd, stack)
+        self._board = ResidencyBoard.open(segments, fds, self._loop.call_later, self._deliver)
         self._begin_log()
         self._status_text = "waiting for workers"
         gc.collect()
@@ -222,6 +225,8 @@ class Engine:
             )
         while True:
             await asyncio.sleep(_TICK_S)
+            if self._board.has_moved():
+                self._hub.heard_of("gpu_worker")
             self._hub.condemn_hung(settings.worker_timeout_s)
             if self._log_file is not None:
                 self._log_file.flush()
@@ -270,7 +275,14 @@ class Engine:
             self._hub.handle(identity, message)
 
     def _deliver(self, event: CoreEvent) -> None:
-        """Hand an event to the core and carry out what follows, one event at a time."""
+        """Hand an event to the core and carry out what follows, one event at a time. Layers that
+        the gpu_worker reported in shared memory before it said this go first."""
+        if isinstance(event, HERALDS):
+            try:
+                self._events += self._board.before(event)
+            except ProtocolError as error:
+                self._hub.condemn(event.epoch, f"broke the protocol: it {error}")
+                return
         self._events.append(event)
         if self._is_handling:
             return
@@ -296,6 +308,8 @@ class Engine:
         for command in commands:
             if isinstance(command, ADDRESSED):
                 self._hub.command(command)
+            elif isinstance(command, TABLE_COMMANDS):
+                self._board.carry(command)
         self._fold.event(event)
         for command in commands:
             self._fold.command(command, now_ns)

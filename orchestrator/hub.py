@@ -290,6 +290,12 @@ class Hub:
             if worker.owed and now_s - worker.quiet_since_s > timeout_s:
                 self.condemn(worker.epoch, f"has not answered for {timeout_s:.0f} s")
 
+    def heard_of(self, role: Role) -> None:
+        """A worker of this role was seen to make progress, though it sent nothing."""
+        for worker in self._by_epoch.values():
+            if worker.role == role:
+                worker.quiet_since_s = time.monotonic()
+
     def say_goodbye(self, reason: str) -> None:
         """Ask every worker to leave."""
         for worker in self._by_epoch.values():

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from orchestrator.core.events import CoreCommand, CoreEvent, Planned
+from orchestrator.core.events import CoreCommand, CoreEvent, Passed, Planned
 from orchestrator.stage_times import StageTimes
 from protocol.errors import UserError
 from protocol.messages import (
@@ -193,7 +193,9 @@ class LatencyFold:
         """An event on its way to the core."""
         match event:
             case Routed():
-                self._routed(event)
+                self._begin_layer(event)
+            case Passed():
+                self._passed(event)
             case Ran():
                 self._ran(event)
             case Copied():
@@ -241,7 +243,16 @@ class LatencyFold:
         """Nothing more will come; what was under way is logged as incomplete."""
         self._break_off()
 
-    def _routed(self, event: Routed) -> None:
+    def _passed(self, event: Passed) -> None:
+        """A layer that the gpu_worker went through by itself: its look at the table is its plan."""
+        self._begin_layer(event)
+        layer = self._layer
+        if layer is not None and (layer.step, layer.layer) == (event.step, event.layer):
+            layer.planned_ns = event.started_ns
+            span = GpuSpan(list(event.experts), event.started_ns, event.ended_ns)
+            layer.gpu_hits.append(span)
+
+    def _begin_layer(self, event: Routed | Passed) -> None:
         step = self._step
         if step is None or step.step != event.step:
             return

@@ -16,6 +16,7 @@ from orchestrator.settings import MANY_EXPERTS, PipelineSettings, count_slots
 from protocol.errors import UserError
 from protocol.lifeline import SegmentGrant
 from protocol.messages import Role, WorkerSetup
+from protocol.residency import residency_grant
 from protocol.step_segment import ARENA, WEIGHTS, activation_grant
 
 if TYPE_CHECKING:
@@ -86,14 +87,20 @@ def make_segments(
     weights_fd: int,
     stack: contextlib.ExitStack,
 ) -> tuple[list[SegmentGrant], list[int]]:
-    """All shared segments and their descriptors: weights, activations and, on the CPU, the slots.
+    """All shared segments and their descriptors: weights, activations, residency and, on the CPU,
+    the slots.
     New descriptors are closed by `stack`.
 
     Raises:
         UserError: there is not enough memory for them; the sentence has the numbers.
     """
     made = [
-        activation_grant(settings.max_rows, layout.top_k, layout.form.hidden_size, layout.dtype)
+        activation_grant(settings.max_rows, layout.top_k, layout.form.hidden_size, layout.dtype),
+        residency_grant(
+            layout.num_layers,
+            max(layout.num_experts),
+            min(max(layout.num_experts), settings.max_rows * layout.top_k),
+        ),
     ]
     if settings.device == "cpu":
         made.append(SegmentGrant(ARENA, num_slots * layout.block_bytes))

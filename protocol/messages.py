@@ -123,6 +123,8 @@ class Routed(Message, frozen=True):
     `experts` holds each chosen expert once, in the order in which the router names them
     (row by row, best first); `num_rows[i]` says how many rows chose `experts[i]`.
     `joined_ns` is when the layer before this one was joined (0 for the first of a step).
+    `num_reports`, here and below: how many layers the worker has reported in the residency segment
+    before it said this.
     """
 
     epoch: Epoch
@@ -132,6 +134,7 @@ class Routed(Message, frozen=True):
     num_rows: list[int]
     routed_ns: int
     joined_ns: int = 0
+    num_reports: int = 0
 
 
 class Ran(Message, frozen=True):
@@ -143,6 +146,7 @@ class Ran(Message, frozen=True):
     experts: list[ExpertId]
     started_ns: int
     ended_ns: int
+    num_reports: int = 0
 
 
 class StepDone(Message, frozen=True):
@@ -154,6 +158,7 @@ class StepDone(Message, frozen=True):
     logits_digest: str
     joined_ns: int
     done_ns: int
+    num_reports: int = 0
 
 
 class Copied(Message, frozen=True):

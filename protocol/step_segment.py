@@ -31,17 +31,23 @@ _ALIGN_BYTES = 4096
 
 def activation_grant(max_rows: int, top_k: int, hidden_size: int, dtype: str) -> SegmentGrant:
     """Layout of the activation segment for at most `max_rows` rows per step."""
-    offset_bytes = 0
-    fields: dict[str, FieldLayout] = {}
-    for name, field_dtype, shape in (
+    return segment_of(
+        ACTIVATIONS,
         ("header", "int64", [8]),
         ("hidden", dtype, [max_rows, hidden_size]),
         ("choices", "int32", [max_rows, top_k]),
         ("rows", "float32", [max_rows, top_k, hidden_size]),
-    ):
-        fields[name] = FieldLayout(field_dtype, shape, offset_bytes)
-        num_bytes = _ITEM_BYTES[field_dtype]
+    )
+
+
+def segment_of(name: str, *fields: tuple[str, str, list[int]]) -> SegmentGrant:
+    """A segment of arrays (name, dtype, shape), one after the other, each on pages of its own."""
+    offset_bytes = 0
+    layouts: dict[str, FieldLayout] = {}
+    for field, dtype, shape in fields:
+        layouts[field] = FieldLayout(dtype, shape, offset_bytes)
+        num_bytes = _ITEM_BYTES[dtype]
         for extent in shape:
             num_bytes *= extent
         offset_bytes += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-    return SegmentGrant(ACTIVATIONS, offset_bytes, fields)
+    return SegmentGrant(name, offset_bytes, layouts)

@@ -1,7 +1,7 @@
 """The core: facts in, wishes out. `Core.handle(event) -> list[CoreCommand]` is its one door.
 
     Submit ... --> Scheduler ------ StartStep -->             gpu_worker
-                                    <-- Routed                    |  once per layer
+                                    <-- Passed | Routed           |  once per layer
                    ExpertDispatch - Copy, Execute, Run -->        |
                                     <-- Copied, Executed, Ran     |
                    Scheduler <----- StepDone                  ... and the token goes out
@@ -22,6 +22,10 @@ from orchestrator.core.directory import InvariantBroken
 from orchestrator.core.dispatch import ExpertDispatch
 from orchestrator.core.events import (
     CoreSnapshot,
+    Foreseen,
+    Passed,
+    ResetTable,
+    Retired,
     Stalled,
     Submit,
     Withdraw,
@@ -70,8 +74,10 @@ class Core:
 
     def handle(self, event: CoreEvent) -> list[CoreCommand]:
         """What is to be done now that `event` has happened, in this order."""
-        # The first four come once or more per layer, the rest per step or less.
+        # The first five come once or more per layer, the rest per step or less.
         match event:
+            case Passed():
+                return self._passed(event)
             case Routed():
                 return self._routed(event)
             case Ran():
@@ -90,10 +96,29 @@ class Core:
                 return self._worker_joined(event)
             case WorkerLost():
                 return self._worker_lost(event)
+            case Foreseen():
+                return self._foreseen(event)
+            case Retired():
+                return self._retired(event)
             case _:
                 assert_never(event)
 
     # ---- within a step ----
+
+    def _passed(self, event: Passed) -> list[CoreCommand]:
+        commands: list[CoreCommand] = []
+        if event.epoch != self._roster.gpu_epoch or not self._dispatch.passed(event, commands):
+            return self._ignored()
+        return commands
+
+    def _foreseen(self, event: Foreseen) -> list[CoreCommand]:
+        commands: list[CoreCommand] = []
+        self._dispatch.foreseen(event, commands)
+        return commands
+
+    def _retired(self, event: Retired) -> list[CoreCommand]:
+        commands: list[CoreCommand] = []
+        return commands if self._dispatch.retired(event, commands) else self._ignored()
 
     def _routed(self, event: Routed) -> list[CoreCommand]:
         commands: list[CoreCommand] = []
@@ -132,6 +157,7 @@ class Core:
             return self._ignored()
         commands: list[CoreCommand] = []
         self._scheduler.step_done(event, commands)
+        self._dispatch.end_step(commands)
         return self._went_on(commands)
 
     # ---- requests ----
@@ -155,6 +181,8 @@ class Core:
         if not roster.join(event):
             return self._ignored()
         commands: list[CoreCommand] = []
+        if event.role == "gpu_worker":
+            commands.append(ResetTable(event.epoch))
         if event.role != "cpu_worker" and roster.attached_dma is not None:
             assert roster.arena is not None  # attached_dma says so
             commands.append(AttachArena(roster.attached_dma, roster.arena))
@@ -169,6 +197,7 @@ class Core:
             case "gpu_worker":
                 if attached_dma is not None:
                     commands.append(DetachArena(attached_dma))
+                commands.append(ResetTable(None))
                 self._dispatch.gpu_lost()
                 self._scheduler.gpu_lost(commands)
             case "dma_worker":

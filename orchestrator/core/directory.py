@@ -36,7 +36,7 @@ import msgspec
 from protocol.messages import ExpertKey, SlotId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from orchestrator.core.policies import EvictionPolicy
     from protocol.messages import ExpertId, LayerId
@@ -201,6 +201,30 @@ class ExpertDirectory:
         elif key not in self._filling:
             raise DirectoryMisuse(f"refresh of {_named(key)}, which has no slot")
         self._policy.refreshed(key)
+
+    def demand(
+        self, keys: Iterable[ExpertKey]
+    ) -> tuple[list[ExpertId], list[SlotId], list[ExpertKey]]:
+        """`refresh` and `pin` every resident key, in order: (experts, slots, the keys that are not
+        resident). One call for a layer-step, because it stands between router and experts."""
+        resident, pins = self._resident, self._pins
+        refreshed = self._policy.refreshed
+        experts: list[ExpertId] = []
+        slots: list[SlotId] = []
+        misses: list[ExpertKey] = []
+        for key in keys:
+            slot = resident.get(key)
+            if slot is None:
+                misses.append(key)
+                continue
+            if not pins[slot]:
+                self._num_evictable -= 1
+            pins[slot] += 1
+            refreshed(key)
+            experts.append(key[1])
+            slots.append(slot)
+        self.hits += len(experts)
+        return experts, slots, misses
 
     # ---- a fill: reserve, then commit or abort ----
 

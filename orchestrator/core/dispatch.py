@@ -5,8 +5,11 @@ one to be unpinned, so one slot is enough for any number of misses, one after th
 
 *Pins.* A slot is pinned from its look-up or reservation until `Ran` names its expert. `Ran` may
 come after the join, even after the step, so these pins live beside the layer-step and not in it. A
-fill never outlives its layer-step, for the join waits for it; so when a layer is routed none of its
-experts is on its way.
+fill on demand never outlives its layer-step, for the join waits for it; a fill in the background
+(see `background`) that is demanded meanwhile is adopted by the layer-step.
+
+*The table.* What is resident is published, so that the gpu_worker may pass layers by itself, and an
+expert is unpublished before the copy over it. `passed` then does what `routed` would have done.
 
 *Workers that leave.* What the link had not brought and what a cpu_worker had not finished is placed
 anew: on the CPU, else by a fill, else it waits. When the gpu_worker leaves, the layer-step is void.
@@ -18,9 +21,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from orchestrator.core.background import BackgroundFills
 from orchestrator.core.directory import ExpertDirectory, InvariantBroken
-from orchestrator.core.events import Planned, RequestCounters, WorkerFault
-from orchestrator.core.layer_step import LayerStep, Unanswered, hold
+from orchestrator.core.events import (
+    Publish,
+    RequestCounters,
+    Unpublish,
+    WorkerFault,
+)
+from orchestrator.core.layer_step import LayerStep, Unanswered, planned
 from orchestrator.core.planner import (
     DemandMemory,
     FillMode,
@@ -29,10 +38,17 @@ from orchestrator.core.planner import (
     divide_among,
 )
 from orchestrator.core.policies import make_policy
-from protocol.messages import Copy, CopyId, Execute, LayerId, Run, SlotId
+from orchestrator.core.recount import recount
+from protocol.messages import Copy, CopyId, Execute, Run
 
 if TYPE_CHECKING:
-    from orchestrator.core.events import CoreCommand, CoreConfig
+    from orchestrator.core.events import (
+        CoreCommand,
+        CoreConfig,
+        Foreseen,
+        Passed,
+        Retired,
+    )
     from orchestrator.core.scheduler import Flight
     from orchestrator.core.workers import Roster
     from protocol.messages import (
@@ -41,8 +57,10 @@ if TYPE_CHECKING:
         Executed,
         ExpertId,
         ExpertKey,
+        LayerId,
         Ran,
         Routed,
+        SlotId,
         StepId,
     )
 
@@ -58,6 +76,7 @@ class ExpertDispatch:
     """
 
     __slots__ = (
+        "_background",
         "_counters",
         "_flight",
         "_last_copy",
@@ -85,6 +104,7 @@ class ExpertDispatch:
         self._memory = DemandMemory(
             config.num_slots + _REMEMBERED_TOKENS * config.num_layers * config.top_k
         )
+        self._background = BackgroundFills(self.directory)
         self._last_copy = 0
         self._flight: Flight | None = None
         self._counters = RequestCounters()
@@ -109,6 +129,12 @@ class ExpertDispatch:
         self._flight = flight
         self._counters = flight.live.counters
         self.num_joined = 0
+        self._background.evicted.clear()
+
+    def end_step(self, commands: list[CoreCommand]) -> None:
+        """All layers of the step are through, and reported."""
+        self._flight = None
+        self._background.rest(self._roster.link_epoch, commands)
 
     # ---- the layer-step ----
 
@@ -134,7 +160,12 @@ class ExpertDispatch:
 
         keys = [(routed.layer, expert) for expert in routed.experts]
         self.directory.layer_step(routed.layer, routed.experts)
-        hits, hit_slots, misses = self._look_up(keys)
+        hits, hit_slots, misses = self.directory.demand(keys)
+        self._background.rest(self._roster.link_epoch, commands)
+        arriving: list[ExpertKey] = []
+        if misses and self._background.copying:
+            arriving = [key for key in misses if self.directory.is_filling(key)]
+            misses = [key for key in misses if key not in arriving]
         split = self._planner.plan(
             len(misses),
             self.directory.num_reservable,
@@ -145,41 +176,91 @@ class ExpertDispatch:
         self._memory.demanded(keys)
 
         self.work = work = LayerStep(routed, len(hits))
+        for key in arriving:
+            self._adopt(work, key)
         work.unfilled = [expert for _, expert in fills]
         on_cpu = [expert for _, expert in rest]
         if split.must_wait:
             work.unplaced, on_cpu = on_cpu, []
         if self._report_plans:
-            commands.append(
-                Planned(
-                    flight.live.submit.request,
-                    routed.step,
-                    routed.layer,
-                    flight.num_rows,
-                    hits,
-                    list(work.unfilled),
-                    on_cpu,
-                    split,
-                )
-            )
+            filled = [*(expert for _, expert in arriving), *work.unfilled]
+            commands.append(planned(flight, routed, hits, filled, on_cpu, split))
         self._fill(work, commands)
         self._execute(work, on_cpu, commands)
         self._run(work, hits, hit_slots, commands)
         return True
 
+    def passed(self, passed: Passed, commands: list[CoreCommand]) -> bool:
+        """The gpu_worker was through with this layer by itself: all hits, nothing to decide.
+
+        False if this is not the layer that is expected.
+
+        Raises:
+            WorkerFault: an expert was computed that had no slot.
+        """
+        flight = self._flight
+        layer = passed.layer
+        if flight is None or passed.step != flight.step or layer != self.num_joined or self.work:
+            return False
+        directory = self.directory
+        keys = [(layer, expert) for expert in passed.experts]
+        if not len(set(keys)) == len(keys) == len(passed.num_rows):
+            raise WorkerFault(passed.epoch, f"passed layer {layer} with experts it confuses")
+        for key in keys:
+            if directory.slot_of(key) is None and key not in self._background.evicted:
+                raise WorkerFault(
+                    passed.epoch, f"ran expert {key[1]} of layer {layer}, which has no slot"
+                )
+        directory.layer_step(layer, passed.experts)
+        for key in keys:
+            if directory.state_of(key) is not None:
+                directory.refresh(key)
+        self._memory.demanded(keys)
+        if self._report_plans:
+            split = self._planner.plan(0, 0, has_cpu=False, has_link=False)
+            commands.append(planned(flight, passed, passed.experts, [], [], split))
+        self._counters.layer_steps += 1
+        self._counters.hits += len(keys)
+        self.num_joined += 1
+        return True
+
+    def foreseen(self, foreseen: Foreseen, commands: list[CoreCommand]) -> bool:
+        """Fill an expert that nobody waits for. False if it has a slot or none is to be had."""
+        key, link = (foreseen.layer, foreseen.expert), self._roster.link_epoch
+        if link is None or self.directory.state_of(key) is not None:
+            return False
+        work = self.work
+        if work is not None and (work.unfilled or foreseen.layer == work.layer):
+            return False  # demand goes first
+        self._last_copy += 1
+        is_resting = self._flight is None or work is not None
+        return self._background.begin(
+            key, CopyId(self._last_copy), link, commands, is_resting=is_resting
+        )
+
+    def retired(self, retired: Retired, commands: list[CoreCommand]) -> bool:
+        """No use of the slot's last expert goes on. False if that was known."""
+        link = self._roster.link_epoch
+        return link is not None and self._background.retired(retired.copy, link, commands)
+
     def copied(self, copied: Copied, commands: list[CoreCommand]) -> bool:
         """A fill has landed: run its expert. False if nobody waits for this copy."""
+        if copied.epoch != self._roster.link_epoch:
+            return False
         work = self.work
-        if work is None or copied.epoch != self._roster.link_epoch:
-            return False
-        entry = work.copying.pop(copied.copy, None)
-        if entry is None:
-            return False
+        entry = None if work is None else work.copying.pop(copied.copy, None)
+        if work is None or entry is None:
+            if not self._background.copied(copied, commands):
+                return False
+            if work is not None:
+                self._fill(work, commands)  # that one may leave again
+            return True
         expert, reservation = entry
         if not self.directory.commit(reservation.slot, reservation.generation):
             raise InvariantBroken(f"slot {reservation.slot} was taken from the copy into it")
         self._counters.fill_bytes += copied.num_bytes
         self._counters.fill_busy_ns += copied.ended_ns - copied.started_ns
+        commands.append(Publish(work.layer, expert, reservation.slot))
         self._run(work, [expert], [reservation.slot], commands)
         return True
 
@@ -220,24 +301,12 @@ class ExpertDispatch:
 
     # ---- its verbs ----
 
-    def _look_up(
-        self, keys: list[ExpertKey]
-    ) -> tuple[list[ExpertId], list[SlotId], list[ExpertKey]]:
-        """Pin and refresh what is resident, in router order; the rest are misses."""
-        directory = self.directory
-        hits: list[ExpertId] = []
-        slots: list[SlotId] = []
-        misses: list[ExpertKey] = []
-        for key in keys:
-            slot = directory.slot_of(key)
-            if slot is None:
-                misses.append(key)
-            else:
-                directory.pin(slot)
-                directory.refresh(key)
-                hits.append(key[1])
-                slots.append(slot)
-        return hits, slots, misses
+    def _adopt(self, work: LayerStep, key: ExpertKey) -> None:
+        """A fill in the background turns out to be one that is waited for."""
+        copy, reservation = self._background.adopt(key)
+        self.directory.pin(reservation.slot)
+        self.directory.refresh(key)
+        work.copying[copy] = (key[1], reservation)
 
     def _fill(self, work: LayerStep, commands: list[CoreCommand]) -> None:
         """Reserve slots for `unfilled`, as many as there are, and have them copied into."""
@@ -252,6 +321,7 @@ class ExpertDispatch:
             num_reserved += 1
             if reservation.evicted is not None:
                 self._counters.evictions += 1
+                commands.append(Unpublish(*reservation.evicted))
             self.directory.pin(reservation.slot)
             self._last_copy += 1
             copy = CopyId(self._last_copy)
@@ -312,6 +382,7 @@ class ExpertDispatch:
 
     def link_lost(self, commands: list[CoreCommand]) -> None:
         """No slot will be filled any more: its copies are void, their experts go elsewhere."""
+        self._background.link_lost()
         work = self.work
         if work is None:
             return
@@ -344,6 +415,7 @@ class ExpertDispatch:
         self._flight = None
         self.num_joined = 0
         self._running.clear()
+        self._background.gpu_lost()
         self.directory.clear()
 
     def _place(
@@ -358,37 +430,10 @@ class ExpertDispatch:
         else:
             work.unplaced += stranded
 
-    # ---- the recount ----
-
     def check(self) -> None:
         """Recount; InvariantBroken says what disagrees, or that nothing would ever happen again."""
-        directory, work, roster = self.directory, self.work, self._roster
-        directory.check()
-        pins = [0] * directory.num_slots
-        for (_, layer), running in self._running.items():
-            hold(bool(running), "a layer-step is kept for no slot")
-            for expert, slot in running.items():
-                pins[slot] += 1
-                hold(directory.slot_of((layer, expert)) == slot, f"slot {slot} is run too early")
-        num_filling = 0
-        if work is not None:
-            num_filling = len(work.copying)
-            for expert, reservation in work.copying.values():
-                slot = reservation.slot
-                pins[slot] += 1
-                hold(
-                    directory.is_filling((work.layer, expert))
-                    and directory.key_in(slot) == (work.layer, expert)
-                    and directory.generation_of(slot) == reservation.generation,
-                    f"slot {slot} does not wait for the copy into it",
-                )
-            work.check(self._roster)
-            if work.unfilled:
-                # Deadlock: every slot that a fill could take must be held by something that ends.
-                hold(directory.num_reservable == 0, "a fill waits though a slot can be reserved")
-                hold(bool(work.copying or self._running), "fills wait, but nothing is in flight")
-        hold(directory.num_filling == num_filling, "a slot waits for a copy that nobody makes")
-        for index, count in enumerate(pins):
-            hold(directory.num_pins(SlotId(index)) == count, f"slot {index} is pinned for nobody")
-        hold(not self._running or roster.gpu_epoch is not None, "slots are run by nobody")
-        self._unanswered.check(roster)
+        is_at_rest = self.work is not None or self._flight is None
+        recount(
+            self.directory, self.work, self._roster, self._running, self._background, is_at_rest
+        )
+        self._unanswered.check(self._roster)

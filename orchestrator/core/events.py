@@ -18,6 +18,7 @@ from protocol.messages import (
     AttachArena,
     Copied,
     Copy,
+    CopyId,
     DetachArena,
     DropSequence,
     Epoch,
@@ -32,6 +33,7 @@ from protocol.messages import (
     Routed,
     Run,
     SamplingParams,
+    SlotId,
     StartStep,
     StepDone,
     StepId,
@@ -105,8 +107,50 @@ class Withdraw(msgspec.Struct, frozen=True):
     request: RequestId
 
 
+class Passed(msgspec.Struct, frozen=True):
+    """The gpu_worker found every expert of a layer in the published table, computed them, joined
+    and went on without asking. Heard in order with what it says over the wire.
+
+    `started_ns` and `ended_ns` are of the computation, `joined_ns` of the layer before.
+    """
+
+    epoch: Epoch
+    step: StepId
+    layer: LayerId
+    experts: list[ExpertId]
+    num_rows: list[int]
+    routed_ns: int
+    started_ns: int
+    ended_ns: int
+    joined_ns: int
+
+
+class Foreseen(msgspec.Struct, frozen=True):
+    """An expert is likely to be demanded soon: fill it in the background if there is room."""
+
+    layer: LayerId
+    expert: ExpertId
+
+
+class Retired(msgspec.Struct, frozen=True):
+    """Answer to `Retire`: no look at the table from before it is in use any more."""
+
+    copy: CopyId
+
+
 CoreEvent = (
-    WorkerJoined | WorkerLost | Submit | Withdraw | Routed | Ran | StepDone | Copied | Executed
+    WorkerJoined
+    | WorkerLost
+    | Submit
+    | Withdraw
+    | Routed
+    | Passed
+    | Ran
+    | StepDone
+    | Copied
+    | Executed
+    | Foreseen
+    | Retired
 )
 
 # --------------------------------------------------------------------------- commands to the shell
@@ -155,6 +199,38 @@ class Planned(msgspec.Struct, frozen=True):
     split: Split
 
 
+class Publish(msgspec.Struct, frozen=True, gc=False):
+    """Write into the residency table: this expert may be read in this slot."""
+
+    layer: LayerId
+    expert: ExpertId
+    slot: SlotId
+
+
+class Unpublish(msgspec.Struct, frozen=True, gc=False):
+    """Take an expert out of the residency table, before any later command is carried out."""
+
+    layer: LayerId
+    expert: ExpertId
+
+
+class ResetTable(msgspec.Struct, frozen=True):
+    """Empty the residency table and its ring; from now on they are for `epoch` (None: nobody)."""
+
+    epoch: Epoch | None
+
+
+class Retire(msgspec.Struct, frozen=True):
+    """Say `Retired` as soon as whatever was looked up before now is used no more: `slot` is then
+    to be overwritten with (layer, expert). Need not be answered: the gpu_worker's next `Routed` or
+    `StepDone` says as much."""
+
+    copy: CopyId
+    layer: LayerId
+    expert: ExpertId
+    slot: SlotId
+
+
 class Stalled(msgspec.Struct, frozen=True):
     """Work waits for a role that nobody fills; said once per stall."""
 
@@ -195,5 +271,9 @@ CoreCommand = (
     | TokenOut
     | RequestDone
     | Planned
+    | Publish
+    | Unpublish
+    | ResetTable
+    | Retire
     | Stalled
 )

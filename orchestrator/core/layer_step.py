@@ -16,9 +16,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from orchestrator.core.directory import InvariantBroken
+from orchestrator.core.events import Planned
 
 if TYPE_CHECKING:
     from orchestrator.core.directory import Reservation
+    from orchestrator.core.events import Passed
+    from orchestrator.core.planner import Split
+    from orchestrator.core.scheduler import Flight
     from orchestrator.core.workers import Roster
     from protocol.messages import CopyId, Epoch, Executed, ExpertId, LayerId, Routed, StepId
 
@@ -121,6 +125,19 @@ class Unanswered:
             all(part[0] in roster.cpu_epochs for part in self._parts),
             "an answer is awaited from a cpu_worker that left",
         )
+
+
+def planned(
+    flight: Flight,
+    event: Routed | Passed,
+    hits: list[ExpertId],
+    fills: list[ExpertId],
+    cpu: list[ExpertId],
+    split: Split,
+) -> Planned:
+    """What was decided for the layer-step that `event` is about."""
+    request, num_rows = flight.live.submit.request, flight.num_rows
+    return Planned(request, event.step, event.layer, num_rows, hits, fills, cpu, split)
 
 
 def hold(condition: bool, sentence: str) -> None:

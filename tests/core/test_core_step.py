@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from orchestrator.core.core import Core
 from orchestrator.core.events import (
     CoreConfig,
     Planned,
@@ -40,6 +39,7 @@ from protocol.messages import (
     StepDone,
     StepId,
 )
+from tests.core.step_core import StepCore
 
 GPU, DMA, CPU, CPU2 = Epoch(1), Epoch(2), Epoch(3), Epoch(4)
 ARENA = Arena(kind="shared", num_slots=4, slot_bytes=100)
@@ -83,8 +83,8 @@ def copied(copy: int, epoch: Epoch = DMA) -> Copied:
     return Copied(epoch, CopyId(copy), 100, 105, 100)
 
 
-def started(config: CoreConfig = CONFIG, *, dma: bool = True, num_cpus: int = 1) -> Core:
-    core = Core(config)
+def started(config: CoreConfig = CONFIG, *, dma: bool = True, num_cpus: int = 1) -> StepCore:
+    core = StepCore(config)
     core.handle(WorkerJoined(GPU, "gpu_worker", 0.0, ARENA))
     if dma:
         core.handle(WorkerJoined(DMA, "dma_worker", 10.0))
@@ -93,7 +93,7 @@ def started(config: CoreConfig = CONFIG, *, dma: bool = True, num_cpus: int = 1)
     return core
 
 
-def submit(core: Core, *prompt: int, max_tokens: int = 2, name: str = "a") -> list[object]:
+def submit(core: StepCore, *prompt: int, max_tokens: int = 2, name: str = "a") -> list[object]:
     request = Submit(RequestId(name), list(prompt), max_tokens, frozenset({99}), SAMPLING)
     return list(core.handle(request))
 
@@ -218,7 +218,7 @@ def test_without_any_branch_work_waits_and_says_so_once() -> None:
 
 
 def test_a_request_without_a_gpu_worker_waits_and_says_so_once() -> None:
-    core = Core(CONFIG)
+    core = StepCore(CONFIG)
     (stalled,) = submit(core, 5)
     assert isinstance(stalled, Stalled)
     assert stalled.missing_role == "gpu_worker"
@@ -232,7 +232,7 @@ def test_a_request_without_a_gpu_worker_waits_and_says_so_once() -> None:
 
 def test_the_gpu_worker_fills_its_own_slots_when_nobody_else_can() -> None:
     arena = Arena(kind="in_process", num_slots=4, slot_bytes=100)
-    core = Core(CONFIG)
+    core = StepCore(CONFIG)
     core.handle(WorkerJoined(DMA, "dma_worker", 10.0))
     assert core.handle(WorkerJoined(GPU, "gpu_worker", 5.0, arena)) == []
     submit(core, 5)
@@ -267,7 +267,7 @@ def test_a_worker_that_cannot_join_is_a_fault_and_changes_nothing(
 
 
 def test_an_arena_with_too_few_slots_is_a_fault() -> None:
-    core = Core(CONFIG)
+    core = StepCore(CONFIG)
     small = Arena(kind="shared", num_slots=3, slot_bytes=100)
     with pytest.raises(WorkerFault, match="no arena of 4 slots"):
         core.handle(WorkerJoined(GPU, "gpu_worker", 0.0, small))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from orchestrator.core.core import Core
 from orchestrator.core.events import (
     CoreConfig,
     Planned,
@@ -38,6 +37,7 @@ from protocol.messages import (
     StepDone,
     StepId,
 )
+from tests.core.step_core import StepCore
 
 GPU, DMA, CPU, CPU2, NEXT, STRANGER = (Epoch(number) for number in (1, 2, 3, 4, 5, 77))
 ARENA = Arena(kind="cuda_ipc", num_slots=4, slot_bytes=100, handle=b"old")
@@ -54,9 +54,9 @@ CONFIG = CoreConfig(
 STEP, LAYER = StepId(1), LayerId(0)
 
 
-def in_a_layer_step(*, num_cpus: int = 1, dma: bool = True, fill_mode: str = "1") -> Core:
+def in_a_layer_step(*, num_cpus: int = 1, dma: bool = True, fill_mode: str = "1") -> StepCore:
     """Experts 3, 8 and 9 of layer 0 are missing; the first is on its way if a link is there."""
-    core = Core(msgspec.structs.replace(CONFIG, fill_mode=fill_mode))
+    core = StepCore(msgspec.structs.replace(CONFIG, fill_mode=fill_mode))
     core.handle(WorkerJoined(GPU, "gpu_worker", 0.0, ARENA))
     if dma:
         core.handle(WorkerJoined(DMA, "dma_worker", 10.0))
@@ -196,7 +196,7 @@ def test_late_and_repeated_news_change_nothing(event: object) -> None:
 
 
 def test_a_worker_that_left_does_not_join_again() -> None:
-    core = Core(CONFIG)
+    core = StepCore(CONFIG)
     core.handle(WorkerLost(CPU))  # it died before it was ready
     assert core.handle(WorkerJoined(CPU, "cpu_worker", 30.0)) == []
     assert core.snapshot().cpu_epochs == []
@@ -208,7 +208,7 @@ def test_rates_are_the_stated_ones_else_those_of_who_is_here() -> None:
     core.handle(WorkerLost(CPU))
     assert core.snapshot().host_bytes_per_s == 30.0
     stated = msgspec.structs.replace(CONFIG, host_bytes_per_s=7.0, link_bytes_per_s=0.0)
-    core = Core(stated)
+    core = StepCore(stated)
     core.handle(WorkerJoined(CPU, "cpu_worker", 30.0))
     core.handle(WorkerJoined(DMA, "dma_worker", 30.0))
     assert (core.snapshot().host_bytes_per_s, core.snapshot().link_bytes_per_s) == (7.0, 0.0)
@@ -217,7 +217,7 @@ def test_rates_are_the_stated_ones_else_those_of_who_is_here() -> None:
 @pytest.mark.parametrize(("cpu_bytes_per_s", "num_fills"), [(20.0, 2), (40.0, 1), (10.0, 4)])
 def test_the_split_follows_the_rates_of_the_moment(cpu_bytes_per_s: float, num_fills: int) -> None:
     config = msgspec.structs.replace(CONFIG, fill_mode="auto", report_plans=True)
-    core = Core(config)
+    core = StepCore(config)
     core.handle(WorkerJoined(GPU, "gpu_worker", 0.0, ARENA))
     core.handle(WorkerJoined(DMA, "dma_worker", 10.0))
     core.handle(WorkerJoined(CPU, "cpu_worker", cpu_bytes_per_s))
@@ -228,7 +228,7 @@ def test_the_split_follows_the_rates_of_the_moment(cpu_bytes_per_s: float, num_f
 
 
 def test_a_cpu_worker_without_a_rate_gets_its_part() -> None:
-    core = Core(msgspec.structs.replace(CONFIG, fill_mode="none"))
+    core = StepCore(msgspec.structs.replace(CONFIG, fill_mode="none"))
     core.handle(WorkerJoined(GPU, "gpu_worker", 0.0, ARENA))
     core.handle(WorkerJoined(CPU, "cpu_worker", 0.0))
     core.handle(WorkerJoined(CPU2, "cpu_worker", 30.0))
@@ -241,7 +241,7 @@ def test_a_cpu_worker_without_a_rate_gets_its_part() -> None:
 
 def test_the_least_recently_demanded_expert_leaves_and_the_known_one_is_filled() -> None:
     config = msgspec.structs.replace(CONFIG, num_layers=1, num_slots=2)
-    core = Core(config)
+    core = StepCore(config)
     core.handle(WorkerJoined(GPU, "gpu_worker", 0.0, ARENA))
     core.handle(WorkerJoined(DMA, "dma_worker", 10.0))
     core.handle(WorkerJoined(CPU, "cpu_worker", 30.0))

@@ -82,6 +82,27 @@ def test_one_slot_and_fewer_slots_than_top_k() -> None:
         assert directory.evictions == 3 * num_slots
 
 
+def test_a_demand_is_pins_and_refreshes_in_one_call() -> None:
+    at_once, one_by_one = new_directory(6, residents=4), new_directory(6, residents=4)
+    order = one_by_one.residents()
+    reservation = at_once.reserve((9, 9)), one_by_one.reserve((9, 9))
+    assert None not in reservation
+    keys = [order[2], (7, 7), order[0], (9, 9)]
+    slots = []
+    for key in (order[2], order[0]):
+        slot = one_by_one.slot_of(key)
+        assert slot is not None
+        one_by_one.pin(slot)
+        one_by_one.refresh(key)
+        slots.append(slot)
+    assert at_once.demand(keys) == ([order[2][1], order[0][1]], slots, [(7, 7), (9, 9)])
+    assert at_once.residents() == one_by_one.residents()
+    assert at_once.hits == one_by_one.hits == 2
+    assert at_once.num_reservable == one_by_one.num_reservable
+    assert [at_once.num_pins(slot) for slot in slots] == [1, 1]
+    at_once.check()
+
+
 def test_all_pinned_then_one_let_go() -> None:
     directory = new_directory(3, residents=3)
     for slot in range(3):

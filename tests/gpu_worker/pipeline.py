@@ -48,6 +48,7 @@ from protocol.messages import (
     Welcome,
     WorkerSetup,
 )
+from protocol.residency import RESIDENCY, ResidencyWriter, residency_grant
 from protocol.run_dir import LockedRunDir
 from protocol.step_segment import ACTIVATIONS, ARENA, WEIGHTS, activation_grant
 
@@ -222,6 +223,7 @@ class Pipeline:
         environment: dict[str, str] | None = None,
         store_model: Any = None,
         device: str = "cpu",
+        num_reports: int = 0,
     ) -> None:
         self.model_dir = path / "model"
         model.save_pretrained(self.model_dir)
@@ -243,6 +245,9 @@ class Pipeline:
             activations,
             SegmentGrant(ARENA, arena_bytes),
         ]
+        self.table: ResidencyWriter | None = None
+        if num_reports:
+            self._publish_all(num_reports)
         memory = mmap.mmap(self._fds[1], activations.num_bytes)
         self.views = ActivationViews(memory, activations)
         self.function = make_expert_function(layout)
@@ -276,6 +281,19 @@ class Pipeline:
         except BaseException:
             self.close()
             raise
+
+    def _publish_all(self, num_reports: int) -> None:
+        layout = self.layout
+        most = max(layout.num_experts)
+        grant = residency_grant(layout.num_layers, most, most, num_reports)
+        self._fds.append(create_segment(RESIDENCY))
+        size_segment(self._fds[-1], grant.num_bytes)
+        self._grants.append(grant)
+        self.table = ResidencyWriter(mmap.mmap(self._fds[-1], grant.num_bytes), grant)
+        self.table.reset(self.epoch)
+        for layer, num_experts in enumerate(layout.num_experts):
+            for expert in range(num_experts):
+                self.table.publish(layer, expert, layout.block_index(layer, expert))
 
     def send(self, message: Any) -> None:
         self.worker.send(message)

@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from protocol.messages import (
     Arena,
     AttachArena,
@@ -37,6 +39,8 @@ from tests.sim.model import Cache, SyntheticModel
 if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
+
+    from protocol.residency import ResidencyReader
 
 EXPERT_BYTES = 1000
 TORN = (-1, -1)
@@ -74,6 +78,7 @@ class World(Protocol):
     segment: Segment
     max_num_seqs: int
 
+    def new_reader(self) -> ResidencyReader: ...
     def after(self, delay: int, action: Callable[[], None]) -> None: ...
     def from_worker(self, worker: SimWorker, message: Message) -> None: ...
     def slots_behind(self, arena: Arena) -> list[Slot]: ...
@@ -260,6 +265,7 @@ class SimGpu(SimWorker):
         self._layer = 0
         self._is_routed = False
         self._computed: set[int] = set()
+        self._table: ResidencyReader | None = None
         self._runs: deque[Run] = deque()
 
     def ready(self) -> Ready:
@@ -291,6 +297,9 @@ class SimGpu(SimWorker):
         )
         self._next_cache, self._rows = cache.extended(command.tokens)
         self._step, self._layer = command, 0
+        if self._table is None:
+            self._table = self.world.new_reader()
+        self.require(self._table.epoch == self.epoch, "a step before the table is mine")
         self._caches[command.sequence] = cache
         self.require(len(self._caches) <= self.world.max_num_seqs, "too many caches")
         self.later(50, self._route)
@@ -304,7 +313,50 @@ class SimGpu(SimWorker):
                 num_rows[expert] = num_rows.get(expert, 0) + 1
         segment = self.world.segment
         segment.step, segment.layer, segment.experts = step.step, self._layer, list(num_rows)
-        self._computed, self._is_routed = set(), True
+        self._computed = set()
+        self.later(20, lambda: self._look(num_rows))
+
+    def _look(self, num_rows: dict[int, int]) -> None:
+        """See what the table says; some time passes before anything is done about it."""
+        table = self._table
+        assert table is not None
+        seen = self.look(table, self._layer, list(num_rows))
+        if seen is None:
+            self.later(20, lambda: self._ask(num_rows))
+        else:
+            slots, routed = seen, self.world.now
+            self.later(60, lambda: self._pass(table, num_rows, slots, routed))
+
+    def look(self, table: ResidencyReader, layer: int, experts: list[int]) -> list[int] | None:
+        return table.look(layer, experts)
+
+    def _pass(
+        self, table: ResidencyReader, num_rows: dict[int, int], numbers: list[int], routed: int
+    ) -> None:
+        """Every expert has a slot: compute, join and go on."""
+        step, started, experts = self._step, self.world.now, list(num_rows)
+        assert step is not None
+        slots = [self._slots[number] for number in numbers]
+        for expert, slot in zip(experts, slots, strict=True):
+            self.require(
+                slot.content == (self._layer, expert),
+                f"layer {self._layer} expert {expert} is seen in a slot with {slot.content}",
+            )
+        versions = [slot.version for slot in slots]
+
+        def end() -> None:
+            self.require(versions == [slot.version for slot in slots], "a slot changed in use")
+            times = (routed, started, self.world.now, 0)
+            rows = list(num_rows.values())
+            table.report(self.epoch, step.step, self._layer, experts, rows, times)
+            self._go_on()
+
+        self.later(20 * len(experts), end)
+
+    def _ask(self, num_rows: dict[int, int]) -> None:
+        step = self._step
+        assert step is not None
+        self._is_routed = True
         self.send(
             Routed(
                 self.epoch,
@@ -313,8 +365,13 @@ class SimGpu(SimWorker):
                 [ExpertId(expert) for expert in num_rows],
                 list(num_rows.values()),
                 self.world.now,
+                num_reports=self._num_reports,
             )
         )
+
+    @property
+    def _num_reports(self) -> int:
+        return 0 if self._table is None else self._table.num_reports
 
     def _run(self, command: Run) -> None:
         step = self._step
@@ -347,7 +404,7 @@ class SimGpu(SimWorker):
             self.require(versions == [slot.version for slot in slots], "a slot changed in a run")
             if command.experts:
                 ran = Ran(self.epoch, command.step, command.layer, command.experts, started, now)
-                self.later(self._ran_lag, lambda: self.send(ran))
+                self.later(self._ran_lag, lambda: self._say_ran(ran))
             self._runs.popleft()
             if command.join:
                 self._join()
@@ -366,8 +423,14 @@ class SimGpu(SimWorker):
                 expert in self._computed or segment.results.get(position) == rows,
                 f"layer {self._layer} is joined without expert {expert}",
             )
-        self._layer += 1
         self._is_routed = False
+        self._go_on()
+
+    def _say_ran(self, ran: Ran) -> None:
+        self.send(msgspec.structs.replace(ran, num_reports=self._num_reports))
+
+    def _go_on(self) -> None:
+        self._layer += 1
         if self._layer < self.world.model.num_layers:
             self.later(50, self._route)
         else:
@@ -382,4 +445,5 @@ class SimGpu(SimWorker):
         if step.sampling is not None:
             token = self.world.model.sample(cache.digest, step.sampling.seed)
         digest = f"{cache.digest:x}"
-        self.send(StepDone(self.epoch, step.step, token, digest, 0, self.world.now))
+        now, num_reports = self.world.now, self._num_reports
+        self.send(StepDone(self.epoch, step.step, token, digest, 0, now, num_reports))

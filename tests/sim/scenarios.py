@@ -66,6 +66,9 @@ def scenario(number: int) -> Scenario:
         },
         crashes=_crashes(rng, mood),
         repeat_chance=rng.choice((0.0, 0.05, 0.3)),
+        num_reports=rng.choice((1, 2, 64)),
+        has_barrier=rng.random() < 0.8,
+        foreseen_every=rng.choice((0, 0, 40, 200)),
     )
 
 

@@ -6,16 +6,22 @@ that would go wrong in some order of events is a `Violation` even when this orde
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from orchestrator.core.events import (
+    Foreseen,
+    Passed,
     Planned,
+    Publish,
     RequestDone,
+    Retire,
     Stalled,
     Submit,
     TokenOut,
+    Unpublish,
     Withdraw,
     WorkerJoined,
     WorkerLost,
@@ -40,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from orchestrator.core.events import CoreCommand, CoreConfig, CoreEvent
+    from protocol.residency import ResidencyReader
     from tests.sim.model import Answer
 
 
@@ -80,6 +87,11 @@ class Onlooker:
         self._is_in_process = False
         self._missing: str | None = None
         self._used_copies: set[int] = set()
+        #: Fills that nobody waited for when they began: retiring, then copying.
+        self.retiring: dict[int, tuple[int, int]] = {}
+        self._foreseen: dict[int, tuple[int, int]] = {}
+        self._hears_foreseen: tuple[int, int] | None = None
+        self._evicted: set[tuple[int, int]] = set()
         #: Layer-steps whose experts were not all placed at once: for want of a slot or a branch.
         self.num_waits = 0
 
@@ -88,8 +100,11 @@ class Onlooker:
         if is_stale:
             _require(not commands, f"the core acted on stale news: {event} -> {commands}")
             return
+        self._hears_foreseen = (event.layer, event.expert) if isinstance(event, Foreseen) else None
         self._hear(event)
-        for command in commands:
+        for command, follower in itertools.zip_longest(commands, commands[1:]):
+            if isinstance(command, Unpublish):
+                self._unpublish(command, event, follower)
             self._weigh(command)
         if isinstance(event, Routed):
             self._check_decision(event, commands)
@@ -109,12 +124,20 @@ class Onlooker:
                 self.books[event.request].is_withdrawn = True
             case Routed():
                 _require(self._is_current(event), "a live gpu_worker routed out of turn")
-                self._parts = dict.fromkeys(event.experts, "miss")
+                coming = [*self.retiring.values(), *self._foreseen.values()]
+                self._parts = {
+                    expert: "arriving" if (event.layer, expert) in coming else "miss"
+                    for expert in event.experts
+                }
+            case Passed():
+                self._passed(event)
             case Copied():
                 copy = self._copying.pop(event.copy, None)
                 if copy is not None:
                     self._slots[copy.slot] = (copy.layer, copy.expert)
-                    self._cost()["fill_bytes"] += EXPERT_BYTES
+                    is_background = self._foreseen.pop(event.copy, None) is not None
+                    if not is_background or self._is_arriving(copy):
+                        self._cost()["fill_bytes"] += EXPERT_BYTES
             case Executed():
                 for expert in event.experts:
                     self._owed.discard((event.epoch, event.step, event.layer, expert))
@@ -129,6 +152,7 @@ class Onlooker:
             case StepDone():
                 _require(self._step is not None, "a step is done that nobody started")
                 self._step = None
+                self._evicted.clear()
             case Submit():
                 self._live[event.request] = None
 
@@ -139,11 +163,16 @@ class Onlooker:
             self._step = None
             self._parts, self._executing, self._copying = {}, {}, {}
             self._slots, self._reads, self._unran = {}, Counter(), {}
+            self.retiring, self._foreseen, self._evicted = {}, {}, set()
         for expert in [e for e, owner in self._executing.items() if owner == epoch]:
             del self._executing[expert]
             self._parts[expert] = "miss"
         for number in [n for n, copy in self._copying.items() if copy.epoch == epoch]:
-            self._parts[self._copying.pop(number).expert] = "miss"
+            copy = self._copying.pop(number)
+            if self._foreseen.pop(number, None) is None or self._is_arriving(copy):
+                self._parts[copy.expert] = "miss"
+        if not self._has_link():
+            self.retiring = {}
         if epoch == self._attached:
             self._attached = None
 
@@ -167,6 +196,13 @@ class Onlooker:
                     self._owed.add((command.epoch, command.step, command.layer, expert))
             case Run():
                 self._run(command)
+            case Retire():
+                self.retiring[command.copy] = (command.layer, command.expert)
+            case Publish():
+                _require(
+                    self._slots.get(command.slot) == (command.layer, command.expert),
+                    f"{command} of what is not there",
+                )
             case AttachArena():
                 _require(self._attached is None, "an arena is attached twice")
                 _require("gpu_worker" in self._roles.values(), "an arena of nobody is attached")
@@ -213,18 +249,76 @@ class Onlooker:
         is_link = command.epoch == self._attached or self._roles[command.epoch] == "gpu_worker"
         _require(is_link, "a Copy to a worker without the arena")
         _require(command.copy not in self._used_copies, "a copy id is used twice")
-        _require(self._parts.get(command.expert) == "miss", f"{key} is placed twice")
+        is_demanded = not self._begins_in_background(command)
+        if is_demanded:
+            _require(self._is_current_layer(command), f"{key} is filled for nobody")
+            _require(self._parts.get(command.expert) == "miss", f"{key} is placed twice")
         _require(not self._reads[slot], f"slot {slot} is overwritten while it may be read")
         _require(
             all(copy.slot != slot for copy in self._copying.values()),
             f"slot {slot} is filled twice at once",
         )
         _require(key not in self._slots.values(), f"{key} is filled though it is resident")
-        if self._slots.pop(slot, None) is not None:
-            self._cost()["evictions"] += 1
+        _require(slot not in self._slots, f"slot {slot} is overwritten though it is published")
         self._used_copies.add(command.copy)
         self._copying[command.copy] = command
-        self._parts[command.expert] = "copying"
+        if is_demanded:
+            self._parts[command.expert] = "copying"
+
+    def _begins_in_background(self, command: Copy) -> bool:
+        """Whether this fill was foreseen; it is then on its way for whoever will want it."""
+        key = self.retiring.pop(command.copy, None)
+        if key is None and self._hears_foreseen == (command.layer, command.expert):
+            key = self._hears_foreseen
+        if key is not None:
+            _require(key == (command.layer, command.expert), f"{key} became {command}")
+            self._foreseen[command.copy] = key
+        return key is not None
+
+    def _is_current_layer(self, copy: Copy) -> bool:
+        return bool(self._parts) and copy.layer == self._layers_joined
+
+    def _is_arriving(self, copy: Copy) -> bool:
+        return self._is_current_layer(copy) and self._parts.get(copy.expert) == "arriving"
+
+    def _unpublish(
+        self, command: Unpublish, event: CoreEvent, follower: CoreCommand | None
+    ) -> None:
+        """A victim leaves; at once comes the copy over it, or the wait until that may be made."""
+        key = (command.layer, command.expert)
+        slot = next((slot for slot, other in self._slots.items() if other == key), None)
+        _require(slot is not None, f"{key} is unpublished, but was not there")
+        assert slot is not None
+        _require(isinstance(follower, (Copy, Retire)), f"{key} leaves for nothing")
+        assert isinstance(follower, (Copy, Retire))
+        _require(follower.slot == slot, f"{key} leaves slot {slot} for {follower}")
+        del self._slots[slot]
+        if isinstance(event, Foreseen):
+            self._evicted.add(key)
+        else:
+            self._cost()["evictions"] += 1
+
+    def _passed(self, event: Passed) -> None:
+        """A whole layer-step at once, all hits."""
+        _require(self._is_current(event), "a layer is passed out of turn")
+        _require(not self._parts, "a layer is passed within another")
+        for expert in event.experts:
+            key = (event.layer, expert)
+            is_there = key in self._slots.values() or key in self._evicted
+            _require(is_there, f"{key} is run by the way, but has no slot")
+        costs = self._cost()
+        costs["layer_steps"] += 1
+        costs["hits"] += len(event.experts)
+        self._layers_joined += 1
+
+    def check_table(self, table: ResidencyReader) -> None:
+        """What is published is what is in the slots."""
+        is_there = "gpu_worker" in self._roles.values()
+        _require((table.epoch != 0) == is_there, f"the table is for {table.epoch}")
+        _require(
+            table.published() == {key: slot for slot, key in self._slots.items()},
+            f"the table says {table.published()}, the slots hold {self._slots}",
+        )
 
     def _run(self, command: Run) -> None:
         _require(self._is_current(command), "a Run for another layer")
@@ -233,7 +327,7 @@ class Onlooker:
             key = (command.layer, expert)
             _require(self._slots.get(slot) == key, f"{key} is run from slot {slot} without it")
             place = self._parts.get(expert)
-            _require(place in ("miss", "copying"), f"expert {expert} is computed twice")
+            _require(place in ("miss", "copying", "arriving"), f"expert {expert} is computed twice")
             self._parts[expert] = "hit" if place == "miss" else "filled"
             self._reads[slot] += 1
             self._unran[command.step, command.layer, expert] = slot
@@ -331,7 +425,7 @@ class Onlooker:
         assert self._owner is not None
         return self.books[self._owner].costs
 
-    def _is_current(self, message: Routed | Executed | Execute | Run) -> bool:
+    def _is_current(self, message: Routed | Passed | Executed | Execute | Run) -> bool:
         return (
             self._step is not None
             and message.step == self._step.step

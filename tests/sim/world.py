@@ -19,13 +19,28 @@ import msgspec
 from orchestrator.core.core import Core
 from orchestrator.core.events import (
     CoreConfig,
+    Foreseen,
+    Passed,
+    Retired,
     Submit,
     Withdraw,
     WorkerJoined,
     WorkerLost,
 )
+from orchestrator.residency import HERALDS, TABLE_COMMANDS, ResidencyBoard
 from protocol.codec import encode, to_orchestrator, to_worker
-from protocol.messages import Arena, Epoch, Message, Ready, RequestId, SamplingParams
+from protocol.membarrier import MemoryBarrier
+from protocol.messages import (
+    Arena,
+    Epoch,
+    ExpertId,
+    LayerId,
+    Message,
+    Ready,
+    RequestId,
+    SamplingParams,
+)
+from protocol.residency import ResidencyReader, residency_grant
 from tests.sim.machine import (
     Segment,
     SimCpu,
@@ -72,6 +87,12 @@ class Scenario:
     #: When workers die: at this time, those of these roles.
     crashes: tuple[tuple[int, tuple[str, ...]], ...]
     repeat_chance: float
+    #: Layers that fit into the ring of reports.
+    num_reports: int = 64
+    #: Whether the kernel has memory barriers between processes.
+    has_barrier: bool = True
+    #: Mean ns between two experts foreseen by somebody; 0: nobody foresees any.
+    foreseen_every: int = 0
 
 
 @dataclass
@@ -94,6 +115,19 @@ class Story:
     num_stale: int = 0
     num_waits: int = 0
     num_layer_steps: int = 0
+    num_passed: int = 0
+    num_retired: int = 0
+    num_full: int = 0
+
+
+class SimBarrier(MemoryBarrier):
+    """Time only passes between events here, so every store is seen at once."""
+
+    def __init__(self, is_there: bool) -> None:
+        self.is_there = is_there
+
+    def run(self) -> bool:
+        return self.is_there
 
 
 class Simulation:
@@ -110,6 +144,19 @@ class Simulation:
         self.max_num_seqs = config.max_num_seqs
         self.now = 0
         self.segment = Segment()
+        chosen = min(scenario.num_experts, config.max_rows * config.top_k)
+        self._grant = residency_grant(
+            config.num_layers, scenario.num_experts, chosen, scenario.num_reports
+        )
+        self._memory = bytearray(self._grant.num_bytes)
+        self._readers: list[ResidencyReader] = []
+        self._board = ResidencyBoard(
+            self._memory,
+            self._grant,
+            lambda seconds, action: self.after(int(seconds * 1e5), action),
+            self._later_told,
+            SimBarrier(scenario.has_barrier),
+        )
         self.story = Story()
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
         self._num_scheduled = 0
@@ -148,6 +195,8 @@ class Simulation:
                 withdraw = Withdraw(submit.request)
                 leaves = arrives + self.scenario.withdrawals[index]
                 self.after(leaves, lambda withdraw=withdraw: self._tell(withdraw))  # type: ignore[misc]
+        if self.scenario.foreseen_every:
+            self.after(self.scenario.foreseen_every, self._foresee)
         for at, roles in self.scenario.crashes:
             self.after(at, lambda roles=roles: self._crash(roles))  # type: ignore[misc]
         num_events = 0
@@ -164,6 +213,7 @@ class Simulation:
         if not self.core.is_idle:
             raise Violation("the core is not idle after the last request")
         self.story.num_waits = self.onlooker.num_waits
+        self.story.num_full = sum(reader.num_full for reader in self._readers)
         return self.story
 
     # ---- what workers see ----
@@ -192,11 +242,42 @@ class Simulation:
                 self.after(worker.held_until - self.now, arrive)
                 return
             is_known = self._workers.get(worker.epoch) is worker
-            self._tell(_from_worker.decode(frame), is_stale=not is_known)  # type: ignore[arg-type]
+            event = _from_worker.decode(frame)
+            if is_known and isinstance(event, HERALDS):
+                self._take(self._board.before(event))
+            self._tell(event, is_stale=not is_known)  # type: ignore[arg-type]
 
         self.after(arrives - self.now, arrive)
 
+    def new_reader(self) -> ResidencyReader:
+        self._readers.append(ResidencyReader(self._memory, self._grant))
+        return self._readers[-1]
+
     # ---- the shell's part ----
+
+    def _take(self, reports: list[Passed]) -> None:
+        for passed in reports:
+            self.story.num_passed += 1
+            self._tell(passed)
+
+    def _later_told(self, retired: Retired) -> None:
+        """The board answers within the handling of another event; the core hears it afterwards."""
+
+        def tell() -> None:
+            is_known = retired.copy in self.onlooker.retiring
+            self.story.num_retired += is_known
+            self._tell(retired, is_stale=not is_known)
+
+        self.after(0, tell)
+
+    def _foresee(self) -> None:
+        """Somebody foresees a demand that may come or not."""
+        if self.core.is_idle and not any(b.done is None for b in self.onlooker.books.values()):
+            return
+        layer = self.rng.randrange(self.scenario.config.num_layers)
+        expert = self.rng.randrange(self.scenario.num_experts)
+        self._tell(Foreseen(LayerId(layer), ExpertId(expert)))
+        self.after(self.latency(self.scenario.foreseen_every), self._foresee)
 
     def _tell(self, event: CoreEvent, *, is_stale: bool = False) -> None:
         if not is_stale and isinstance(event, Message) and self._has_luck():
@@ -212,7 +293,10 @@ class Simulation:
         for command in commands:
             if isinstance(command, Message):
                 self._carry(command)
-        if not is_stale and self._has_luck():
+            elif isinstance(command, TABLE_COMMANDS):
+                self._board.carry(command)
+        self.onlooker.check_table(ResidencyReader(self._memory, self._grant))
+        if not is_stale and not isinstance(event, Foreseen) and self._has_luck():
             self.after(self.latency(200), lambda: self._repeat(event))
 
     def _has_luck(self) -> bool:
@@ -287,7 +371,8 @@ class Simulation:
         worker.held_until = self.now + self.rng.choice((0, 0, 500, 3000))
 
         def lost() -> None:
-            self._workers.pop(worker.epoch, None)
+            if self._workers.pop(worker.epoch, None) is not None:
+                self._take(self._board.before(WorkerLost(worker.epoch)))
             self._tell(WorkerLost(worker.epoch))
             if self.rng.random() < 0.2:
                 self._tell(

@@ -85,15 +85,19 @@ def test_workers_killed_in_mid_run_change_no_bit(
     model: Path, all_resident: dict[str, Any], processes: Processes, tmp_path: Path
 ) -> None:
     """kill -9 of each worker once, while one text is being written."""
+    log = tmp_path / "log.jsonl"
     pipeline = Pipeline(
         processes, model, tmp_path / "run", "--supervise", "--slots", "25%", "--digest-logits",
-        *RATES, "--emulate-link-gbps", "0.02",  # slow fills: the kills meet copies in flight
+        "--latency-log", str(log), *RATES,
+        "--emulate-link-gbps", "0.002",  # slow fills: the kills meet copies in flight
     )  # fmt: skip
     pipeline.wait_for(lambda status: status.is_ready)
     client = processes.headrace(
         "generate", "--run-dir", pipeline.run_dir, "--prompt", PROMPT, "--max-tokens", NUM_TOKENS,
         "--temperature", 0.7, "--seed", 5, "--ignore-eos", "--json",
     )  # fmt: skip
+    # A client's imports can take longer than all three kills: wait for its first step.
+    wait_until(lambda: log.exists() and b'"kind":"step"' in log.read_bytes())
     for role in ("cpu_worker", "dma_worker", "gpu_worker"):
         _kill_one(pipeline, client, role)
     result = pipeline.finish(client)

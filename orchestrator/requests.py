@@ -28,6 +28,9 @@ from protocol.messages import (
 
 _MAX_REQUESTS = 1024
 _MAX_PROMPT_CHARS = 4_000_000
+#: What OpenAI's interface allows, and enough for anybody's report.
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
 
 
 class OpenRequest:
@@ -113,7 +116,8 @@ class RequestBook:
             opened.digest = hashlib.sha256(joined).hexdigest()
         text = opened.detokenizer.push(out.token)
         opened.pieces.append(text)
-        return opened.client, Generated(opened.name, [out.token], text)
+        logprobs = [] if out.logprobs is None else [out.logprobs]
+        return opened.client, Generated(opened.name, [out.token], text, logprobs)
 
     def done(
         self, done: RequestDone, times: StageTimes, num_restarts: int, sentence: str = ""
@@ -186,11 +190,33 @@ class RequestBook:
             return f"max_tokens is {generate.max_tokens}; ask for at least one token."
         if len(generate.prompt) > _MAX_PROMPT_CHARS:
             return f"The prompt has {len(generate.prompt)} characters; shorten it."
-        return why_not_sampled(generate.sampling)
+        sentence = why_not_sampled(generate.sampling)
+        if sentence is None and any(
+            not 0 <= token < self._model.vocab_size for token in generate.sampling.logit_bias
+        ):
+            sentence = (
+                f"logit_bias names a token outside the vocabulary of {self._model.vocab_size}; "
+                "use the model's own token ids."
+            )
+        return sentence
 
 
 def why_not_sampled(sampling: SamplingParams) -> str | None:
     """What is wrong with sampling parameters, or None."""
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not -2 <= (penalty := getattr(sampling, name)) <= 2:
+            return f"{name} is {penalty}; it must be from -2 to 2 (0: off)."
+    if not 0 < sampling.repetition_penalty <= 10:
+        return (
+            f"repetition_penalty is {sampling.repetition_penalty}; it must be above 0 and at most "
+            "10 (1: off)."
+        )
+    if len(sampling.logit_bias) > MAX_BIASES:
+        return f"logit_bias names {len(sampling.logit_bias)} tokens; {MAX_BIASES} is the limit."
+    if not all(-100 <= bias <= 100 for bias in sampling.logit_bias.values()):
+        return "logit_bias holds a bias that is not from -100 to 100."
+    if not 0 <= (sampling.num_logprobs or 0) <= MAX_LOGPROBS:
+        return f"num_logprobs is {sampling.num_logprobs}; it must be from 0 to {MAX_LOGPROBS}."
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
         return f"temperature is {sampling.temperature}; it must be 0 (greedy) or more."
     if sampling.top_k < 0:

@@ -11,6 +11,7 @@ is the worker's identity inside the core: a replaced worker has another epoch, a
 one still says is told apart and dropped. Times are CLOCK_MONOTONIC in ns, which all processes of
 one machine share. `layer` counts MoE layers from 0, not decoder layers.
 
+How tokens are chosen is said in protocol.sampling; its structs are parts of messages here.
 docs/protocol.md describes the same for people who write a worker in another way.
 """
 
@@ -19,6 +20,9 @@ from __future__ import annotations
 from typing import Literal, NewType
 
 import msgspec
+
+from protocol.sampling import SamplingParams as SamplingParams
+from protocol.sampling import TokenLogprobs as TokenLogprobs
 
 #: Raised on every incompatible change; a worker of another version is refused by name.
 PROTOCOL_VERSION = 1
@@ -150,7 +154,8 @@ class Ran(Message, frozen=True):
 
 
 class StepDone(Message, frozen=True):
-    """gpu_worker: the last layer is through. `token` is set when the step was to sample."""
+    """gpu_worker: the last layer is through. `token` is set when the step was to sample, and
+    `logprobs` when its sampling asked for them."""
 
     epoch: Epoch
     step: StepId
@@ -159,6 +164,7 @@ class StepDone(Message, frozen=True):
     joined_ns: int
     done_ns: int
     num_reports: int = 0
+    logprobs: TokenLogprobs | None = None
 
 
 class Copied(Message, frozen=True):
@@ -218,26 +224,15 @@ class Refused(Message, frozen=True):
     sentence: str
 
 
-class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the next token is chosen. temperature 0 is greedy; 0 / 1.0 / 0.0 switch a filter off.
-
-    The random number for a token depends on (seed, position) alone, so that a sequence rebuilt
-    after a crash goes on with the very tokens it would have had.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-
-
 class StartStep(Message, frozen=True):
     """gpu_worker: run `tokens` of a sequence through the model.
 
     `start` is the position of tokens[0]; the worker's KV cache must hold exactly `start` positions,
     and `start` 0 begins the sequence anew. `sampling` None: no token is wanted (all but the last
     prompt chunk, and tokens replayed after a crash).
+
+    `allowed_tokens`, empty when anything goes: a bit per token of the vocabulary, token t at bit
+    t % 8 of byte t // 8; 0 forbids the token, and so does the end of the bytes.
     """
 
     epoch: Epoch
@@ -246,6 +241,7 @@ class StartStep(Message, frozen=True):
     start: int
     tokens: list[int]
     sampling: SamplingParams | None = None
+    allowed_tokens: bytes = b""
 
 
 class Run(Message, frozen=True):
@@ -374,11 +370,13 @@ class Accepted(Message, frozen=True):
 
 
 class Generated(Message, frozen=True):
-    """New tokens of a request and the text they add (never half a UTF-8 character)."""
+    """New tokens of a request and the text they add (never half a UTF-8 character). `logprobs`
+    has an entry per token if the request asked for them, else none."""
 
     request: RequestId
     tokens: list[int]
     text: str
+    logprobs: list[TokenLogprobs] = []
 
 
 class Finished(Message, frozen=True):

@@ -37,6 +37,7 @@ from protocol.messages import (
     StartStep,
     StepDone,
     StepId,
+    TokenLogprobs,
 )
 
 # --------------------------------------------------------------------------- configuration
@@ -176,6 +177,8 @@ class TokenOut(msgspec.Struct, frozen=True):
     request: RequestId
     token: int
     logits_digest: str
+    #: As the gpu_worker gave them, if the request's sampling asks for them.
+    logprobs: TokenLogprobs | None = None
 
 
 class RequestDone(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from protocol.messages import (
     Rejected,
     RequestId,
     SamplingParams,
+    TokenLogprobs,
 )
 from tests.orchestrator.byte_model import byte_tokenizer
 
@@ -139,6 +141,7 @@ def test_the_end_of_the_pipeline_reaches_every_client() -> None:
         ({"max_tokens": 0}, "at least one"),
         ({"max_tokens": -3}, "at least one"),
         ({"sampling": SamplingParams(temperature=-1)}, "temperature"),
+        ({"sampling": SamplingParams(logit_bias={256: 1.0})}, "vocabulary of 256"),
     ],
 )
 def test_rejects_with_a_sentence(fields: dict[str, object], says: str) -> None:
@@ -147,6 +150,15 @@ def test_rejects_with_a_sentence(fields: dict[str, object], says: str) -> None:
     assert isinstance(answer, Rejected)
     assert says in answer.sentence
     assert book.clients() == []
+
+
+def test_logprobs_travel_with_their_token() -> None:
+    book = make_book()
+    _, submit = accept(book, ask())
+    logprobs = TokenLogprobs(-0.5, [72, 73], [-0.5, -1.5])
+    heard = book.token(TokenOut(submit.request, 72, "", logprobs))
+    assert heard is not None
+    assert heard[1].logprobs == [logprobs]
 
 
 def test_prompt_tokens_win_over_text() -> None:
@@ -169,9 +181,15 @@ def test_prompt_tokens_win_over_text() -> None:
         {"min_p": float("nan")},
         {"seed": -1},
         {"seed": 2**63},
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": float("nan")},
+        {"repetition_penalty": 0.0},
+        {"logit_bias": {1: 101.0}},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+        {"num_logprobs": 21},
     ],
 )
-def test_sampling_out_of_range(change: dict[str, float]) -> None:
+def test_sampling_out_of_range(change: dict[str, Any]) -> None:
     assert why_not_sampled(SamplingParams()) is None
     sentence = why_not_sampled(msgspec.structs.replace(SamplingParams(), **change))
     assert sentence is not None

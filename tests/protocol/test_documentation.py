@@ -20,6 +20,7 @@ from protocol.messages import (
     RequestStats,
     SamplingParams,
     StageStats,
+    TokenLogprobs,
     WorkerCommand,
     WorkerEvent,
     WorkerSetup,
@@ -27,7 +28,16 @@ from protocol.messages import (
 )
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs/protocol.md").read_text()
-PARTS = (Arena, Capabilities, RequestStats, SamplingParams, StageStats, WorkerSetup, WorkerStatus)
+PARTS = (
+    Arena,
+    Capabilities,
+    RequestStats,
+    SamplingParams,
+    StageStats,
+    TokenLogprobs,
+    WorkerSetup,
+    WorkerStatus,
+)
 UNIONS = (WorkerEvent, WorkerCommand, ClientRequest, ClientReply)
 STRUCTS = [*(kind for union in UNIONS for kind in get_args(union)), *PARTS]
 

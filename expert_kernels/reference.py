@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from expert_kernels.step_rows import StepRows
-    from expert_store.layout import Dtype, ExpertForm, StoreLayout
+    from expert_store.layout import ExpertForm, StoreLayout, TensorDtype
 
-TORCH_DTYPE: dict[Dtype, torch.dtype] = {
+TORCH_DTYPE: dict[TensorDtype, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "uint8": torch.uint8,
 }
 
 

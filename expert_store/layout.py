@@ -27,9 +27,10 @@ from typing import Literal
 
 import msgspec
 
+from expert_store.formats import WeightFormat, find_format_fault, num_tiles
 from protocol.errors import UserError
 
-STORE_VERSION = 1
+STORE_VERSION = 2
 PAGE_BYTES = 4096
 CACHE_LINE_BYTES = 64
 HEADER_BYTES = 64 * 1024
@@ -37,6 +38,9 @@ HEADER_BYTES = 64 * 1024
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+TensorDtype = Literal[Dtype, "uint8"]
+"""Of a tensor in a block; ``uint8`` for quantised weights, whose bytes their format explains."""
 
 TensorName = Literal["gate_up", "up", "down", "gate_up_bias", "up_bias", "down_bias"]
 
@@ -83,7 +87,8 @@ class ExpertForm(msgspec.Struct, frozen=True, kw_only=True):
     has_gate: bool
     has_bias: bool
     is_transposed: bool
-    """False: weights are [outputs, inputs] (y = x @ W.T); True: [inputs, outputs] (y = x @ W)."""
+    """False: weights are [outputs, inputs] (y = x @ W.T); True: [inputs, outputs] (y = x @ W).
+    Quantised weights are always the former, and never interleaved."""
     is_interleaved: bool
     """False: outputs are [all gates, all ups]; True: gate0, up0, gate1, up1, ..."""
     activation: str
@@ -102,7 +107,7 @@ class TensorLayout(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor within a block: C order, little endian."""
 
     name: TensorName
-    dtype: Dtype
+    dtype: TensorDtype
     shape: tuple[int, ...]
     offset_bytes: int
     """From the start of the block; a multiple of CACHE_LINE_BYTES."""
@@ -118,6 +123,9 @@ class StoreLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Hash of config, shard headers and shard sizes: equal hashes mean equal layouts on disk."""
     form: ExpertForm
     dtype: Dtype
+    """Of hidden rows, of biases and, unless they are quantised, of weights."""
+    weights: WeightFormat | None = None
+    """How weights are quantised; None: they are row-major in `dtype`."""
     model_layer_ids: tuple[int, ...]
     """transformers' layer number of each MoE layer, ascending."""
     num_experts: tuple[int, ...]
@@ -171,24 +179,41 @@ def align_up(num_bytes: int, alignment: int) -> int:
     return -(-num_bytes // alignment) * alignment
 
 
-def block_tensors(form: ExpertForm, dtype: Dtype) -> tuple[TensorLayout, ...]:
-    """The tensors of one block in the order the kernels touch them."""
+def block_tensors(
+    form: ExpertForm, dtype: Dtype, weights: WeightFormat | None = None
+) -> tuple[TensorLayout, ...]:
+    """The tensors of one block in the order the kernels touch them.
+
+    Quantised weights are uint8 [tiles, 2 or 1, tile_bytes]: 2 (gate and up) in ``gate_up``.
+    """
     inputs, outputs, middle = form.hidden_size, form.up_rows, form.intermediate_size
     first: TensorName = "gate_up" if form.has_gate else "up"
     first_bias: TensorName = "gate_up_bias" if form.has_gate else "up_bias"
-    shapes: list[tuple[TensorName, tuple[int, ...]]] = [
-        (first, (inputs, outputs) if form.is_transposed else (outputs, inputs)),
-        ("down", (middle, inputs) if form.is_transposed else (inputs, middle)),
-    ]
+    shapes: list[tuple[TensorName, TensorDtype, tuple[int, ...]]]
+    if weights is not None:
+        ways = 2 if form.has_gate else 1
+        shapes = [
+            (first, "uint8", (num_tiles(middle), ways, weights.tile_bytes(inputs))),
+            ("down", "uint8", (num_tiles(inputs), 1, weights.tile_bytes(middle))),
+        ]
+    else:
+        shapes = [
+            (first, dtype, (inputs, outputs) if form.is_transposed else (outputs, inputs)),
+            ("down", dtype, (middle, inputs) if form.is_transposed else (inputs, middle)),
+        ]
     if form.has_bias:
-        shapes += [(first_bias, (outputs,)), ("down_bias", (inputs,))]
+        shapes += [(first_bias, dtype, (outputs,)), ("down_bias", dtype, (inputs,))]
     tensors: list[TensorLayout] = []
     offset_bytes = 0
-    for name, shape in shapes:
-        num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
+    for name, tensor_dtype, shape in shapes:
+        num_bytes = math.prod(shape) * (1 if tensor_dtype == "uint8" else ITEM_BYTES[tensor_dtype])
         tensors.append(
             TensorLayout(
-                name=name, dtype=dtype, shape=shape, offset_bytes=offset_bytes, num_bytes=num_bytes
+                name=name,
+                dtype=tensor_dtype,
+                shape=shape,
+                offset_bytes=offset_bytes,
+                num_bytes=num_bytes,
             )
         )
         offset_bytes = align_up(offset_bytes + num_bytes, CACHE_LINE_BYTES)
@@ -204,9 +229,10 @@ def make_layout(
     model_layer_ids: tuple[int, ...],
     num_experts: tuple[int, ...],
     top_k: int,
+    weights: WeightFormat | None = None,
 ) -> StoreLayout:
     """Lay out a model's experts. Raises ValueError when the numbers describe no model."""
-    tensors = block_tensors(form, dtype)
+    tensors = block_tensors(form, dtype, weights)
     block_bytes = align_up(tensors[-1].offset_bytes + tensors[-1].num_bytes, PAGE_BYTES)
     layout = StoreLayout(
         version=STORE_VERSION,
@@ -214,6 +240,7 @@ def make_layout(
         checkpoint_fingerprint=checkpoint_fingerprint,
         form=form,
         dtype=dtype,
+        weights=weights,
         model_layer_ids=model_layer_ids,
         num_experts=num_experts,
         top_k=top_k,
@@ -245,7 +272,13 @@ def find_fault(layout: StoreLayout) -> str | None:
         return f"{len(layout.model_layer_ids)} layer ids for {len(layout.num_experts)} MoE layers"
     if not 1 <= layout.top_k <= max(layout.num_experts):
         return f"top_k {layout.top_k} of {max(layout.num_experts)} experts"
-    if layout.tensors != block_tensors(form, layout.dtype):
+    if layout.weights is not None:
+        if form.is_transposed or form.is_interleaved:
+            return "quantised weights that are transposed or interleaved"
+        fault = find_format_fault(layout.weights)
+        if fault is not None:
+            return fault
+    if layout.tensors != block_tensors(form, layout.dtype, layout.weights):
         return "tensors that do not follow from the form"
     last = layout.tensors[-1]
     if layout.block_bytes != align_up(last.offset_bytes + last.num_bytes, PAGE_BYTES):

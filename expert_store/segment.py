@@ -28,8 +28,8 @@ import numpy.typing as npt
 from expert_store.layout import (
     HEADER_BYTES,
     DamagedHeaderError,
-    Dtype,
     StoreLayout,
+    TensorDtype,
     TensorLayout,
     TensorName,
     WrongMagicError,
@@ -39,10 +39,11 @@ from expert_store.layout import (
 if TYPE_CHECKING:
     from types import TracebackType
 
-NUMPY_DTYPE: dict[Dtype, type[np.generic]] = {
+NUMPY_DTYPE: dict[TensorDtype, type[np.generic]] = {
     "float32": np.float32,
     "float16": np.float16,
     "bfloat16": np.uint16,  # numpy has no bfloat16: the raw 16 bits
+    "uint8": np.uint8,
 }
 
 _SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")

@@ -2,11 +2,13 @@
 
     python -m benchmarks.layer_overhead            a table
     python -m benchmarks.layer_overhead --json     one JSON object on stdout
+    python -m benchmarks.layer_overhead --quick    one short repetition, to see that it runs
 
 The pipeline decodes with a latency log; for every layer-step the benchmark takes the time from
-`routed` to `joined` and takes away the time in which at least one branch was at work (the union of
-the copies and of the experts on either processor). What is left is told apart by whether the layer
-missed any expert. The round trip is one small message there and back between two blocking
+`routed` (the gpu_worker has the router's output in its hands) to `joined` (the model has the layer's
+output) and takes away the time in which at least one branch was at work (the union of the copies
+and of the experts on either processor). What is left is told apart by whether the layer missed any
+expert. The round trip is one small message there and back between two blocking
 processes over ipc, measured before and after each repetition.
 
 The dense part (norm, attention, router, per layer) stands beside transformers' own eager decode of
@@ -78,8 +80,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--slots", default="25%", help="so that both kinds of layers occur")
     parser.add_argument("--layer-steps", type=int, default=2000, help="per repetition, at least")
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one repetition of 200 layer-steps")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.quick:
+        args.layer_steps, args.repeat = 200, 1
+    return args
 
 
 # --------------------------------------------------------------------------- the pipeline

@@ -148,7 +148,7 @@ class NativeExpertFunction(ExpertFunction):
                 continue
             blocks.append(self._address(of_expert))
             pair_begin.append(len(row_ids))
-        self._run(blocks, pair_begin, row_ids, place_ids, views.hidden, views.places)
+        self._run(blocks, pair_begin, row_ids, place_ids, step_rows.hidden, views.places)
 
     def read(self, memory: torch.Tensor) -> int:
         """A checksum of `memory` (uint8): reading alone, with all threads, for comparison."""

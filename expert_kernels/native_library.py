@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 ABI_VERSION = 1
 LIBRARY_NAME = "headrace_experts.so"
 
-_DTYPES: dict[Dtype, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
+#: HrDtype.
+DTYPES: dict[Dtype, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
 _GATES: dict[GateKind, int] = {"act_mul": 0, "clamped_act_mul": 1, "alpha_swiglu": 2, "act": 3}
 _ACTIVATIONS = {
     "gelu": 0,
@@ -90,6 +91,21 @@ class Step(ctypes.Structure):
     )
 
 
+class WeightedSum(ctypes.Structure):
+    """HrWeightedSum."""
+
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int64),
+        ("top_k", ctypes.c_int64),
+        ("hidden_size", ctypes.c_int64),
+        ("weights_dtype", ctypes.c_int32),
+        ("out_dtype", ctypes.c_int32),
+    )
+
+
 def form_of(layout: StoreLayout) -> Form:
     """A store's form as the library takes it.
 
@@ -103,7 +119,7 @@ def form_of(layout: StoreLayout) -> Form:
     return Form(
         hidden_size=form.hidden_size,
         intermediate_size=form.intermediate_size,
-        dtype=_DTYPES[layout.dtype],
+        dtype=DTYPES[layout.dtype],
         gate=_GATES[form.gate],
         activation=_ACTIVATIONS[form.activation],
         has_gate=form.has_gate,

@@ -103,21 +103,31 @@ def _field(memory: mmap.mmap, field: FieldLayout) -> torch.Tensor:
 class StepRows:
     """Rows of one layer-step, for the experts it was made for.
 
-    With one row, `choice_of` maps an expert to its choice index and `by_expert` is empty;
-    otherwise the other way round.
+    `hidden` [n, hidden_size], contiguous, holds the rows that enter. With one row, `choice_of` maps
+    an expert to its choice index and `by_expert` is empty; otherwise the other way round.
     """
 
     views: ActivationViews
+    hidden: torch.Tensor
     choice_of: dict[int, int]
     by_expert: RowsByExpert
 
     @classmethod
-    def of(cls, views: ActivationViews, num_rows: int, experts: Sequence[int]) -> StepRows:
-        """Find the rows of `experts` among the first `num_rows`; nobody's choice has none."""
+    def of(
+        cls,
+        views: ActivationViews,
+        num_rows: int,
+        experts: Sequence[int],
+        hidden: torch.Tensor | None = None,
+    ) -> StepRows:
+        """Find the rows of `experts` among the first `num_rows`; nobody's choice has none.
+        `hidden` is by default what was published."""
         if num_rows == 1:
             chosen = views.choices[0].tolist()
-            return cls(views, {expert: k for k, expert in enumerate(chosen)}, {})
-        return cls(views, {}, rows_of(views.choices, num_rows, experts))
+            first = views.first_row if hidden is None else hidden
+            return cls(views, first, {expert: k for k, expert in enumerate(chosen)}, {})
+        hidden = views.hidden if hidden is None else hidden
+        return cls(views, hidden, {}, rows_of(views.choices, num_rows, experts))
 
 
 def rows_of(choices: torch.Tensor, num_rows: int, experts: Sequence[int]) -> RowsByExpert:
@@ -146,11 +156,11 @@ def run_expert(
     views = step_rows.views
     choice = step_rows.choice_of.get(expert)
     if choice is not None:
-        views.first_places[choice].copy_(function(tensors, views.first_row))
+        views.first_places[choice].copy_(function(tensors, step_rows.hidden))
         return
     found = step_rows.by_expert.get(expert)
     if found is not None and len(found[0]):
         row_ids, place_ids = found
         # index_select gives a fresh, contiguous, 64-byte aligned tensor.
-        result = function(tensors, views.hidden.index_select(0, row_ids))
+        result = function(tensors, step_rows.hidden.index_select(0, row_ids))
         views.places.index_copy_(0, place_ids, result)

@@ -1,7 +1,7 @@
 """One layer-step as the gpu_worker lives it: say what was routed, do what is told, join.
 
-    publish rows            hidden rows and choices in the activation segment, header last
     look at the table       every expert is in a slot: compute, join, leave a report, go on
+    publish rows            hidden rows and choices in the activation segment, header last
     -> Routed               the orchestrator decides who computes what
     <- Run experts, slots   compute them; -> Ran when their slots are no longer read
     <- Run ... join         that was the last part: add up and go on with the model
@@ -88,9 +88,9 @@ class Exchange:
                 f"the router of MoE layer {layer} chose {choices.shape[1]} experts per row, "
                 f"the store says {self._top_k}"
             )
-        step, started_ns = self._step, 0
-        counts = self._rows.publish(step, layer, hidden, choices)
         routed_ns = time.monotonic_ns()
+        step, started_ns = self._step, 0
+        counts = self._rows.route(hidden, choices)
         experts = list(counts)
         table = self._table
         if table is not None:
@@ -99,12 +99,12 @@ class Exchange:
                 started_ns = time.monotonic_ns()
                 self._rows.compute(experts, slots)  # type: ignore[arg-type]
                 output = self._rows.join(weights, hidden.dtype)
-                joined_ns = time.monotonic_ns()
                 ended_ns = self._rows.wait_computed()
                 times_ns = (routed_ns, started_ns, ended_ns, self.joined_ns)
                 table.report(self._epoch, step, layer, experts, list(counts.values()), times_ns)
-                self.joined_ns = joined_ns
+                self.joined_ns = time.monotonic_ns()
                 return output
+        self._rows.publish(step, layer)
         self._send(
             Routed(
                 self._epoch,

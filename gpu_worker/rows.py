@@ -1,6 +1,7 @@
-"""The rows of one layer-step as the device sees them: publish, compute, join.
+"""The rows of one layer-step as the device sees them: route, publish, compute, join.
 
-    publish   hidden rows and choices -> activation segment; which experts, chosen how often
+    route     which experts were chosen, and how often
+    publish   hidden rows and choices -> activation segment, where some expert is not in a slot
     compute   experts that lie in slots -> result rows
     join      router-weighted sum of all result rows, wherever each was computed
 
@@ -22,7 +23,7 @@ import torch
 from expert_kernels.step_rows import StepRows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from expert_kernels.reference import ExpertFunction
     from expert_kernels.step_rows import ActivationViews
@@ -34,16 +35,18 @@ _MAX_UPLOAD_RUNS = 8
 
 
 class Rows(Protocol):
-    """One layer-step's rows. Calls come as: publish, any number of compute, join."""
+    """One layer-step's rows. Calls come as: route, publish if others are to compute, any number of
+    compute, join."""
 
-    def publish(
-        self, step: int, layer: int, hidden: torch.Tensor, choices: torch.Tensor
-    ) -> dict[ExpertId, int]:
-        """Put hidden [n, H] and choices [n, K] where everybody sees them.
+    def route(self, hidden: torch.Tensor, choices: torch.Tensor) -> dict[ExpertId, int]:
+        """Take hidden [n, H] and choices [n, K].
 
         Returns:
             Rows per chosen expert, experts in the order in which the router names them.
         """
+
+    def publish(self, step: int, layer: int) -> None:
+        """Put what was routed where everybody sees it."""
 
     def compute(self, experts: Sequence[ExpertId], slots: Sequence[SlotId]) -> None:
         """Begin to compute `experts` (all of them chosen) from `slots`."""
@@ -66,61 +69,80 @@ def count_choices(chosen: list[list[ExpertId]]) -> dict[ExpertId, int]:
     return counts
 
 
-def weighted_sum(
-    rows: Sequence[torch.Tensor], weights: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """Sum of weights[:, k] * rows[k] for k ascending.
+def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sum of weights[:, k] * rows[:, k] for k ascending.
 
     Args:
-        rows: K tensors, float32 [n, H].
+        rows: float32 [n, K, H].
         weights: [n, K], any float dtype.
         dtype: of the result.
     """
     factors = weights.float().unsqueeze(2).unbind(1)  # K x [n, 1]
-    total = rows[0] * factors[0]
-    for row, factor in zip(rows[1:], factors[1:], strict=True):
+    choices = rows.unbind(1)
+    total = choices[0] * factors[0]
+    for row, factor in zip(choices[1:], factors[1:], strict=True):
         total.addcmul_(row, factor)
     return total if dtype is torch.float32 else total.to(dtype)
 
 
 class HostRows:
-    """Rows of a device that is the CPU itself: everything lies in the activation segment."""
+    """Rows of a device that is the CPU itself: result rows lie in the activation segment.
+
+    `join` is `weighted_sum` or stands in for it (expert_kernels.native_join).
+    """
 
     def __init__(
-        self, views: ActivationViews, function: ExpertFunction, slots: ExpertSlots
+        self,
+        views: ActivationViews,
+        function: ExpertFunction,
+        slots: ExpertSlots,
+        join: Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor] = weighted_sum,
     ) -> None:
         self._views = views
         self._function = function
         self._slots = slots
-        self._num_rows = 0
+        self._sum = join
+        # torch's functions read rows where cpu_workers read them, at one alignment; the native ones
+        # give the same bits at every address.
+        self._is_early = not function.takes_whole_steps
+        self._hidden = views.hidden
+        self._choices = views.choices
         self._counts: dict[ExpertId, int] = {}
         self._step_rows: StepRows | None = None
         self._computed_ns = 0
 
-    def publish(
-        self, step: int, layer: int, hidden: torch.Tensor, choices: torch.Tensor
-    ) -> dict[ExpertId, int]:
-        views = self._views
-        num_rows = self._num_rows = hidden.shape[0]
-        if num_rows == 1:
-            views.first_row.copy_(hidden)
-            views.choices[0:1].copy_(choices)
-        else:
-            views.hidden[:num_rows].copy_(hidden)
-            views.choices[:num_rows].copy_(choices)
+    def route(self, hidden: torch.Tensor, choices: torch.Tensor) -> dict[ExpertId, int]:
+        self._hidden, self._choices = hidden.contiguous(), choices
         chosen = choices.tolist()
         self._counts = count_choices(chosen)
-        if num_rows == 1:
-            choice_of = {expert: k for k, expert in enumerate(chosen[0])}
-            self._step_rows = StepRows(views, choice_of, {})
+        self._step_rows = None
+        if self._is_early:
+            self._put_hidden()
+        if len(chosen) == 1:
+            choice_of = dict(zip(chosen[0], range(len(chosen[0])), strict=True))
+            self._step_rows = StepRows(self._views, self._hidden, choice_of, {})
         else:
-            self._step_rows = None
-        views.write_header(step, layer, num_rows)
+            self._views.choices[: len(chosen)].copy_(choices)
         return self._counts
+
+    def _put_hidden(self) -> None:
+        num_rows = self._hidden.shape[0]
+        mine = self._views.first_row if num_rows == 1 else self._views.hidden[:num_rows]
+        self._hidden = mine.copy_(self._hidden)
+
+    def publish(self, step: int, layer: int) -> None:
+        views, num_rows = self._views, self._hidden.shape[0]
+        if not self._is_early:
+            self._put_hidden()
+        if num_rows == 1:
+            views.choices[0:1].copy_(self._choices)
+        views.write_header(step, layer, num_rows)
 
     def compute(self, experts: Sequence[ExpertId], slots: Sequence[SlotId]) -> None:
         if self._step_rows is None:  # once per layer-step, and only if anything is resident
-            self._step_rows = StepRows.of(self._views, self._num_rows, list(self._counts))
+            self._step_rows = StepRows.of(
+                self._views, self._hidden.shape[0], list(self._counts), self._hidden
+            )
         tensors = [self._slots.tensors(slot) for slot in slots]
         self._function.run_step(self._step_rows, experts, tensors)
         self._computed_ns = time.monotonic_ns()
@@ -129,10 +151,7 @@ class HostRows:
         return self._computed_ns
 
     def join(self, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        views = self._views
-        if self._num_rows == 1:
-            return weighted_sum(views.first_places, weights, dtype)
-        return weighted_sum(views.rows[: self._num_rows].unbind(1), weights, dtype)
+        return self._sum(self._views.rows[: self._hidden.shape[0]], weights, dtype)
 
 
 class DeviceStream(Protocol):
@@ -192,13 +211,12 @@ class DeviceRows:
         self._computed: set[int] = set()
         self._ordered: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
 
-    def publish(
-        self, step: int, layer: int, hidden: torch.Tensor, choices: torch.Tensor
-    ) -> dict[ExpertId, int]:
+    def route(self, hidden: torch.Tensor, choices: torch.Tensor) -> dict[ExpertId, int]:
         views = self._views
         num_rows = self._num_rows = hidden.shape[0]
         self._hidden[:num_rows].copy_(hidden)
         self._choices = choices.to(torch.int32)
+        # One wait brings both: the rows are a few KB, and most layers publish them.
         views.hidden[:num_rows].copy_(self._hidden[:num_rows], non_blocking=True)
         views.choices[:num_rows].copy_(self._choices, non_blocking=True)
         self._stream.synchronize()
@@ -207,8 +225,10 @@ class DeviceRows:
         self._counts = count_choices(chosen)
         self._computed.clear()
         self._ordered = None
-        views.write_header(step, layer, num_rows)
         return self._counts
+
+    def publish(self, step: int, layer: int) -> None:
+        self._views.write_header(step, layer, self._num_rows)
 
     def compute(self, experts: Sequence[ExpertId], slots: Sequence[SlotId]) -> None:
         for expert, slot in zip(experts, slots, strict=True):
@@ -246,7 +266,7 @@ class DeviceRows:
         self._upload([p for p, expert in enumerate(self._chosen) if expert not in self._computed])
         num_places = self._num_rows * self._views.top_k
         rows = self._places[:num_places].view(self._num_rows, self._views.top_k, -1)
-        return weighted_sum(rows.unbind(1), weights, dtype)
+        return weighted_sum(rows, weights, dtype)
 
     def _upload(self, places: list[int]) -> None:
         """Bring result rows that a cpu_worker computed to the device; `places` ascending."""

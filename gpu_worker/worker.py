@@ -7,6 +7,7 @@ longer be trusted, and the orchestrator rebuilds the sequences in the worker tha
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -17,13 +18,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from expert_kernels.native import make_expert_function
+from expert_kernels.native_join import NativeJoin
+from expert_kernels.native_library import NativeLibraryError
 from expert_kernels.reference import TORCH_DTYPE, ExpertFunction
 from expert_kernels.step_rows import ActivationViews
 from expert_store.layout import HEADER_BYTES, decode_header
 from gpu_worker.dense_path import set_up_dense_path
 from gpu_worker.exchange import Exchange
 from gpu_worker.model import load_dense_model
-from gpu_worker.rows import HostRows
+from gpu_worker.rows import HostRows, weighted_sum
 from gpu_worker.sampler import LogitsError, digest, sample
 from gpu_worker.sequences import Sequences
 from gpu_worker.slots import SharedSlots
@@ -34,6 +37,8 @@ from protocol.residency import RESIDENCY, ResidencyReader
 from protocol.step_segment import ACTIVATIONS, WEIGHTS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from expert_kernels.native import MaxIsa
     from expert_store.layout import StoreLayout
     from gpu_worker.cuda_slots import InProcessCopier
@@ -225,7 +230,7 @@ def serve(
     if device.type == "cpu":
         function = make_expert_function(layout, max_isa=max_isa, num_threads=num_threads)
         slots = SharedSlots(link, function)
-        rows = HostRows(views, function, slots)
+        rows = HostRows(views, function, slots, _join_function(function))
     else:
         # Only a machine with a device pays for the import.
         from gpu_worker.cuda_slots import set_up_cuda
@@ -245,6 +250,14 @@ def serve(
         if copier is not None:
             copier.close()
         slots.close()
+
+
+def _join_function(function: ExpertFunction) -> Callable[..., torch.Tensor]:
+    """Native where the experts are."""
+    if function.takes_whole_steps:
+        with contextlib.suppress(NativeLibraryError):
+            return NativeJoin()
+    return weighted_sum
 
 
 def _residency(link: WorkerLink) -> ResidencyReader | None:

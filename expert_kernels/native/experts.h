@@ -91,5 +91,21 @@ HR_EXPORT void hr_pool_destroy(HrPool* pool);
 // intermediate rows could not be had, or 2 when `form` or `isa` is none that this library knows.
 HR_EXPORT int32_t hr_run(HrPool* pool, const HrForm* form, int32_t isa, const HrStep* step);
 
+// Result rows of a layer-step, float32 [num_rows, top_k, hidden_size], and the router's weights
+// [num_rows, top_k] -> [num_rows, hidden_size]; see weighted_sum.cpp. All contiguous.
+struct HrWeightedSum {
+    const float* rows;
+    const void* weights;
+    void* out;
+    int64_t num_rows;
+    int64_t top_k;
+    int64_t hidden_size;
+    int32_t weights_dtype;
+    int32_t out_dtype;
+};
+
+// Returns 0, or 2 when a dtype is none.
+HR_EXPORT int32_t hr_weighted_sum(const HrWeightedSum* sum);
+
 // Read num_bytes at `data` with all threads of the pool and return a checksum: the read ceiling.
 HR_EXPORT uint64_t hr_read(HrPool* pool, const void* data, int64_t num_bytes);

@@ -126,13 +126,15 @@ def test_device_rows_agree_with_host_rows(num_rows: int, num_here: int) -> None:
     slots = SlotViews(memory, bench.function)
     device_rows = DeviceRows(bench.views, bench.function, slots, device, CudaStream(device))
     host_rows = HostRows(bench.views, bench.function, bench.slots)
-    experts = list(device_rows.publish(1, 0, bench.hidden.to(device), bench.choices.to(device)))
+    experts = list(device_rows.route(bench.hidden.to(device), bench.choices.to(device)))
+    device_rows.publish(1, 0)
     device_rows.compute(experts[:num_here], experts[:num_here])
     bench.compute_elsewhere(experts[num_here:])
     found = device_rows.join(bench.weights.to(device), bench.dtype)
     if num_here:
         assert device_rows.wait_computed() > 0
-    host_rows.publish(1, 0, bench.hidden, bench.choices)
+    host_rows.route(bench.hidden, bench.choices)
+    host_rows.publish(1, 0)
     host_rows.compute(experts, experts)
     expected = host_rows.join(bench.weights, bench.dtype)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from expert_kernels.native_join import NativeJoin
+from expert_kernels.native_library import NativeLibraryError
 from expert_kernels.reference import TORCH_DTYPE, ExpertFunction
 from expert_kernels.step_rows import ActivationViews, StepRows, run_expert
 from expert_store.layout import ExpertForm, make_layout
-from gpu_worker.rows import DeviceRows, HostRows, count_choices, runs_of
+from gpu_worker.rows import DeviceRows, HostRows, count_choices, runs_of, weighted_sum
 from gpu_worker.slots import SlotViews
 from protocol.step_segment import activation_grant
 
@@ -100,7 +102,8 @@ def test_the_sum_is_the_same_wherever_rows_are_computed(
     results = []
     for rows in (bench.host(), bench.device(stream)):
         bench.views.rows.fill_(float("nan"))  # a row that nobody computed would show
-        experts = list(rows.publish(4, 2, bench.hidden, bench.choices))
+        experts = list(rows.route(bench.hidden, bench.choices))
+        rows.publish(4, 2)
         assert bench.views.read_header() == (4, 2, num_rows)
         here, elsewhere = experts[:num_here], experts[num_here:]
         for expert in reversed(here):
@@ -114,14 +117,36 @@ def test_the_sum_is_the_same_wherever_rows_are_computed(
     assert stream.waits == ["synchronize", *["mark", "wait_mark"] * num_waits]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_native_join_adds_in_the_routers_order(
+    dtype: torch.dtype, weights_dtype: torch.dtype
+) -> None:
+    try:
+        join = NativeJoin()
+    except NativeLibraryError as error:
+        pytest.skip(str(error))
+    for num_rows, top_k, hidden in ((1, 4, 128), (3, 1, 7), (5, 8, 600)):
+        rows = torch.randn(num_rows, top_k, hidden) * 3
+        rows[0, 0, :4] = torch.tensor([1e-8, 7e4, -3e-6, 0.0])  # subnormal and infinite as float16
+        weights = torch.rand(num_rows, top_k).to(weights_dtype)
+        total = weights[:, :1].float() * rows[:, 0]
+        for k in range(1, top_k):
+            total = total + weights[:, k : k + 1].float() * rows[:, k]
+        assert torch.equal(join(rows, weights, dtype), total.to(dtype))
+        torch.testing.assert_close(join(rows, weights, dtype), weighted_sum(rows, weights, dtype))
+
+
 def test_device_rows_of_one_step_do_not_leak_into_the_next() -> None:
     bench = Bench(3)
     rows = bench.device(CountingStream())
-    experts = list(rows.publish(1, 0, bench.hidden, bench.choices))
+    experts = list(rows.route(bench.hidden, bench.choices))
+    rows.publish(1, 0)
     rows.compute(experts, experts)
     first = rows.join(bench.weights, bench.dtype)
     bench.hidden = bench.hidden + 1.0
-    rows.publish(1, 1, bench.hidden, bench.choices)
+    rows.route(bench.hidden, bench.choices)
+    rows.publish(1, 1)
     bench.compute_elsewhere(experts)
     second = rows.join(bench.weights, bench.dtype)
     torch.testing.assert_close(second, bench.expected())

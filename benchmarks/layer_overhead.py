@@ -5,11 +5,11 @@
     python -m benchmarks.layer_overhead --quick    one short repetition, to see that it runs
 
 The pipeline decodes with a latency log; for every layer-step the benchmark takes the time from
-`routed` (the gpu_worker has the router's output in its hands) to `joined` (the model has the layer's
-output) and takes away the time in which at least one branch was at work (the union of the copies
-and of the experts on either processor). What is left is told apart by whether the layer missed any
-expert. The round trip is one small message there and back between two blocking
-processes over ipc, measured before and after each repetition.
+`routed` (the gpu_worker has the router's output) to `joined` (the model has the layer's output) and
+takes away the time in which at least one branch was at work (the union of the copies and of the
+experts on either processor). What is left is told apart by whether the layer missed any expert. The
+round trip is one small message there and back between two blocking processes over ipc, measured
+before and after each repetition.
 
 The dense part (norm, attention, router, per layer) stands beside transformers' own eager decode of
 the same model with its experts left out, measured in this process.

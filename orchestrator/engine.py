@@ -27,7 +27,9 @@ import msgspec
 
 from orchestrator.core.core import Core
 from orchestrator.core.events import (
+    ArmTaken,
     CoreEvent,
+    Drifted,
     Planned,
     RequestDone,
     Stalled,
@@ -311,6 +313,7 @@ class Engine:
             elif isinstance(command, TABLE_COMMANDS):
                 self._board.carry(command)
         self._fold.event(event)
+        commands += self._core.settle()
         for command in commands:
             self._fold.command(command, now_ns)
             match command:
@@ -326,6 +329,8 @@ class Engine:
                         self._events.append(Withdraw(command.request))
                 case RequestDone():
                     self._finish(command)
+                case Drifted() | ArmTaken():
+                    log.info("%s", command)
                 case Stalled():
                     log.warning("%s", command.text)
                     self._tell_clients(command.text)

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from orchestrator.core.events import CoreCommand, CoreEvent, Passed, Planned
+from orchestrator.core.events import (
+    ArmTaken,
+    CoreCommand,
+    CoreEvent,
+    Drifted,
+    Passed,
+    Planned,
+)
 from orchestrator.stage_times import StageTimes
 from protocol.errors import UserError
 from protocol.messages import (
@@ -141,7 +148,24 @@ class LogHeader(msgspec.Struct, tag="log", tag_field="kind"):
     total_experts: int
 
 
-LogRecord = LogHeader | WorkerRecord | StepRecord | LayerRecord
+class DriftRecord(msgspec.Struct, tag="drift", tag_field="kind"):
+    """A branch is no longer as fast as was last said; the splits that follow reckon with it."""
+
+    branch: str
+    is_beside: bool
+    old_bytes_per_s: float
+    new_bytes_per_s: float
+    at_ns: int
+
+
+class ArmRecord(msgspec.Struct, tag="arm", tag_field="kind"):
+    """From now on misses are split, or all filled, or all on the CPU: what was measured fastest."""
+
+    arm: str
+    at_ns: int
+
+
+LogRecord = LogHeader | WorkerRecord | StepRecord | LayerRecord | DriftRecord | ArmRecord
 
 
 def layer_stages(record: LayerRecord) -> Iterator[tuple[str, int]]:
@@ -217,7 +241,19 @@ class LatencyFold:
         match command:
             case Planned():
                 self._planned(command, now_ns)
-            case Copy():
+            case Drifted(drift=drift) if self._write is not None:
+                self._write(
+                    DriftRecord(
+                        drift.branch,
+                        drift.is_beside,
+                        drift.old_bytes_per_s,
+                        drift.new_bytes_per_s,
+                        now_ns,
+                    )
+                )
+            case ArmTaken() if self._write is not None:
+                self._write(ArmRecord(command.arm, now_ns))
+            case Copy() if command.is_awaited:
                 layer = self._layer
                 if layer is not None and layer.layer == command.layer:
                     span = DmaSpan(0, command.expert, command.slot, 0, 0, 0)

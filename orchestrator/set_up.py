@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 
 from expert_store.memory import memory_room
 from orchestrator.core.events import CoreConfig
+from orchestrator.core.fill_choice import FillBehind
+from orchestrator.core.fluid_split import BranchCosts
 from orchestrator.core.planner import FillMode
 from orchestrator.core.policies import make_policy
+from orchestrator.core.split_rules import make_planner
 from orchestrator.settings import MANY_EXPERTS, PipelineSettings, count_slots
 from protocol.errors import UserError
 from protocol.lifeline import SegmentGrant
@@ -26,17 +29,21 @@ if TYPE_CHECKING:
 
 #: Beside slots and activations; what the processes themselves need is checked at loading.
 _SPARE_BYTES = 64 * 1024 * 1024
+#: For asking whether a name is known.
+_NO_COSTS = BranchCosts(1, 0.0, 0.0, 0.0, 0.0)
 
 
 def check_settings(settings: PipelineSettings) -> None:
     """Find what is wrong before anything heavy begins.
 
     Raises:
-        UserError: slots, policy or fill mode make no sense, whatever the model.
+        UserError: slots, policy, planner or fill mode make no sense, whatever the model.
     """
     count_slots(settings.slots, MANY_EXPERTS)
     try:
         make_policy(settings.policy)
+        make_planner(settings.planner, _NO_COSTS)
+        FillBehind(settings.fill_behind, _NO_COSTS)
         FillMode.parse(settings.fill)
     except ValueError as error:
         raise UserError(f"The pipeline cannot run this way: {error}.") from None
@@ -55,6 +62,9 @@ def core_config(
         max_sequence_tokens=context,
         fill_mode=settings.fill,
         policy=settings.policy,
+        planner=settings.planner,
+        fill_behind=settings.fill_behind,
+        num_experts=max(layout.num_experts),
         host_bytes_per_s=settings.host_bytes_per_s,
         link_bytes_per_s=settings.link_bytes_per_s,
         report_plans=True,

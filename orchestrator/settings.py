@@ -11,8 +11,13 @@ from pathlib import Path
 
 import msgspec
 
+from orchestrator.core.fill_choice import FillBehindMode
 from protocol.errors import UserError
 
+#: How misses are treated unless a person says otherwise; docs/policies.md has the reasons.
+DEFAULT_POLICY = "reuse-tables"
+DEFAULT_PLANNER = "fluid"
+DEFAULT_FILL_BEHIND: FillBehindMode = "auto"
 DEFAULT_SLOTS = "25%"
 DEFAULT_WORKER_TIMEOUT_S = 60.0
 #: Rows of the activation segment: how many prompt tokens go through the model in one step.
@@ -31,7 +36,9 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     slots: str = DEFAULT_SLOTS
     fill: str = "auto"
-    policy: str = "lru"
+    policy: str = DEFAULT_POLICY
+    planner: str = DEFAULT_PLANNER
+    fill_behind: FillBehindMode = DEFAULT_FILL_BEHIND
     host_gbps: float | None = None
     link_gbps: float | None = None
     emulate_link_gbps: float | None = None

@@ -264,13 +264,15 @@ class DropSequence(Message, frozen=True):
 
 
 class Copy(Message, frozen=True):
-    """dma_worker: copy one expert's block from the store into a slot."""
+    """dma_worker: copy one expert's block from the store into a slot. A copy that is not awaited
+    lets all those pass that are."""
 
     epoch: Epoch
     copy: CopyId
     layer: LayerId
     expert: ExpertId
     slot: SlotId
+    is_awaited: bool = True
 
 
 class AttachArena(Message, frozen=True):

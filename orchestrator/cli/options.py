@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 DEVICES = ("cpu", "cuda")
 DENSE_PATHS = ("eager", "traced", "compiled")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+#: As orchestrator.core knows them; a test compares.
+POLICIES = ("lfu", "lru", "lru-layer", "reuse", "reuse-tables")
+PLANNERS = ("fluid", "closed-form", "fixed-fraction", "fill-only", "cpu-only")
+FILL_BEHIND_MODES = ("auto", "on", "off")
 _positive = number(float, 1e-9, "GB/s")
 
 
@@ -84,7 +88,21 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
         "one, none, or at most Q; the CPU runs the others (default: auto)",
     )
     group.add_argument(
-        "--policy", metavar="NAME", help="which expert leaves when a slot is needed (default: lru)"
+        "--policy",
+        choices=POLICIES,
+        help="which expert leaves when a slot is needed, and which misses are worth a slot "
+        "(default: reuse-tables)",
+    )
+    group.add_argument(
+        "--planner",
+        choices=PLANNERS,
+        help="what divides the misses where --fill is auto (default: fluid)",
+    )
+    group.add_argument(
+        "--fill-behind",
+        choices=FILL_BEHIND_MODES,
+        help="whether experts that the CPU runs are copied too, off the critical path; auto: where "
+        "that pays (default: auto)",
     )
     group.add_argument(
         "--host-gbps",
@@ -150,6 +168,8 @@ _FIELDS = {
     "dtype": "dtype",
     "fill": "fill",
     "policy": "policy",
+    "planner": "planner",
+    "fill_behind": "fill_behind",
     "host_gbps": "host_gbps",
     "link_gbps": "link_gbps",
     "emulate_link_gbps": "emulate_link_gbps",

@@ -55,11 +55,11 @@ class BackgroundFills:
         commands: list[CoreCommand],
         *,
         is_resting: bool,
-    ) -> bool:
-        """Fill `key`, which has no slot. False if there is no slot to be had."""
+    ) -> Reservation | None:
+        """Fill `key`, which has no slot. None if there is no slot to be had."""
         reservation = self._directory.reserve(key)
         if reservation is None:
-            return False
+            return None
         if reservation.evicted is not None:
             self.evicted.add(reservation.evicted)
             commands.append(Unpublish(*reservation.evicted))
@@ -68,7 +68,7 @@ class BackgroundFills:
             self.rest(link, commands)
         else:
             commands.append(Retire(copy, *key, reservation.slot))
-        return True
+        return reservation
 
     def rest(self, link: Epoch | None, commands: list[CoreCommand]) -> None:
         """The gpu_worker uses nothing that it looked up before: all that retires may be copied."""
@@ -83,7 +83,7 @@ class BackgroundFills:
             return False
         (layer, expert), reservation = fill
         self.copying[copy] = fill
-        commands.append(Copy(link, copy, layer, expert, reservation.slot))
+        commands.append(Copy(link, copy, layer, expert, reservation.slot, is_awaited=False))
         return True
 
     def copied(self, copied: Copied, commands: list[CoreCommand]) -> bool:

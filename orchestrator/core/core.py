@@ -1,4 +1,5 @@
-"""The core: facts in, wishes out. `Core.handle(event) -> list[CoreCommand]` is its one door.
+"""The core: facts in, wishes out. `Core.handle(event) -> list[CoreCommand]` is its one door, and
+`settle` lets it learn once the wishes are out.
 
     Submit ... --> Scheduler ------ StartStep -->             gpu_worker
                                     <-- Passed | Routed           |  once per layer
@@ -102,6 +103,11 @@ class Core:
                 return self._retired(event)
             case _:
                 assert_never(event)
+
+    def settle(self) -> list[CoreCommand]:
+        """What can wait until the commands are out: learning. Between two events, at any time or
+        never; only things to say come out, nothing to do."""
+        return self._dispatch.settle()
 
     # ---- within a step ----
 

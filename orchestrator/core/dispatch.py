@@ -21,25 +21,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from orchestrator.core.background import BackgroundFills
+from orchestrator.core.adaptive_split import AdaptiveSplit
 from orchestrator.core.directory import ExpertDirectory, InvariantBroken
 from orchestrator.core.events import (
     Publish,
-    RequestCounters,
-    Unpublish,
     WorkerFault,
 )
 from orchestrator.core.layer_step import LayerStep, Unanswered, planned
-from orchestrator.core.planner import (
-    DemandMemory,
-    FillMode,
-    SplitPlanner,
-    choose_fills,
-    divide_among,
+from orchestrator.core.placement import ExpertPlacement
+from orchestrator.core.planner import DemandMemory
+from orchestrator.core.policies import (
+    UNKNOWN_SHAPE,
+    DeferringPolicy,
+    DemandShape,
+    make_policy,
 )
-from orchestrator.core.policies import make_policy
 from orchestrator.core.recount import recount
-from protocol.messages import Copy, CopyId, Execute, Run
 
 if TYPE_CHECKING:
     from orchestrator.core.events import (
@@ -57,61 +54,45 @@ if TYPE_CHECKING:
         Executed,
         ExpertId,
         ExpertKey,
-        LayerId,
         Ran,
         Routed,
-        SlotId,
-        StepId,
     )
 
 #: Demand is remembered this many tokens beyond what the slots hold (see DemandMemory).
 _REMEMBERED_TOKENS = 8
 
 
-class ExpertDispatch:
-    """Places the experts of layer-step after layer-step; owns the directory and the planner.
-
-    `work` is the layer-step in progress, None between a join and the next `Routed`; `num_joined`
-    counts the layers of the step that are through.
-    """
+class ExpertDispatch(ExpertPlacement):
+    """Hears of layer-step after layer-step and decides; `ExpertPlacement` carries out."""
 
     __slots__ = (
-        "_background",
-        "_counters",
-        "_flight",
-        "_last_copy",
+        "_is_news",
         "_memory",
         "_num_layers",
-        "_planner",
+        "_policy",
         "_report_plans",
-        "_roster",
-        "_running",
         "_unanswered",
-        "directory",
-        "num_joined",
-        "work",
     )
 
     def __init__(self, config: CoreConfig, roster: Roster) -> None:
-        """ValueError if the policy or the fill mode is unknown, or a number is out of range."""
-        self._roster = roster
-        self._num_layers = config.num_layers
-        self._report_plans = config.report_plans
-        self.directory = ExpertDirectory(config.num_slots, make_policy(config.policy))
-        self._planner = SplitPlanner(
-            FillMode.parse(config.fill_mode), roster.host_bytes_per_s, roster.link_bytes_per_s
-        )
-        self._memory = DemandMemory(
+        """ValueError if a policy, planner or mode is unknown, or a number is out of range."""
+        shape = DemandShape(config.num_layers, config.num_experts, config.top_k)
+        policy = make_policy(config.policy, shape if config.num_experts else UNKNOWN_SHAPE)
+        memory = DemandMemory(
             config.num_slots + _REMEMBERED_TOKENS * config.num_layers * config.top_k
         )
-        self._background = BackgroundFills(self.directory)
-        self._last_copy = 0
-        self._flight: Flight | None = None
-        self._counters = RequestCounters()
-        self.work: LayerStep | None = None
-        self.num_joined = 0
-        #: Slots that the gpu_worker may still read, by what it was told to run from them.
-        self._running: dict[tuple[StepId, LayerId], dict[ExpertId, SlotId]] = {}
+        rates = roster.host_bytes_per_s, roster.link_bytes_per_s
+        super().__init__(
+            roster,
+            ExpertDirectory(config.num_slots, policy),
+            AdaptiveSplit(config, policy, memory.last_demand, *rates),
+        )
+        self._num_layers = config.num_layers
+        self._report_plans = config.report_plans
+        self._memory = memory
+        self._policy = policy if isinstance(policy, DeferringPolicy) else None
+        #: Whether there is something to learn.
+        self._is_news = False
         self._unanswered = Unanswered()
 
     @property
@@ -162,31 +143,50 @@ class ExpertDispatch:
         self.directory.layer_step(routed.layer, routed.experts)
         hits, hit_slots, misses = self.directory.demand(keys)
         self._background.rest(self._roster.link_epoch, commands)
+        self._is_news = True
+        roster, split = self._roster, self._split
+        has_cpu, has_link = bool(roster.cpu_epochs), roster.link_epoch is not None
         arriving: list[ExpertKey] = []
+        adopted: list[ExpertKey] = []
         if misses and self._background.copying:
             arriving = [key for key in misses if self.directory.is_filling(key)]
             misses = [key for key in misses if key not in arriving]
-        split = self._planner.plan(
-            len(misses),
-            self.directory.num_reservable,
-            has_cpu=bool(self._roster.cpu_epochs),
-            has_link=self._roster.link_epoch is not None,
+            if split.adopts(has_cpu=has_cpu):
+                arriving, adopted = [], arriving
+        rows: dict[ExpertKey, int] | None = None
+        if misses and max(routed.num_rows) > 1:
+            rows = dict(zip(keys, routed.num_rows, strict=True))
+        decision = split.decide(
+            self.directory,
+            misses,
+            arriving,
+            rows,
+            has_cpu=has_cpu,
+            has_link=has_link,
+            num_adopted=len(adopted),
+            num_in_flight=len(self._background),
         )
-        fills, rest = choose_fills(misses, split.num_fills, self._memory.last_demand)
-        self._memory.demanded(keys)
+        if split.needs_last_demand:
+            self._memory.demanded(keys)
 
         self.work = work = LayerStep(routed, len(hits))
-        for key in arriving:
+        for key in adopted:
             self._adopt(work, key)
-        work.unfilled = [expert for _, expert in fills]
-        on_cpu = [expert for _, expert in rest]
-        if split.must_wait:
+        work.unfilled = [expert for _, expert in decision.fills]
+        on_cpu = [expert for _, expert in decision.cpu]
+        if arriving:  # these stand last
+            on_cpu = [expert for expert in routed.experts if expert in on_cpu]
+        if decision.split.must_wait:
             work.unplaced, on_cpu = on_cpu, []
         if self._report_plans:
-            filled = [*(expert for _, expert in arriving), *work.unfilled]
-            commands.append(planned(flight, routed, hits, filled, on_cpu, split))
+            filled = [*(expert for _, expert in adopted), *work.unfilled]
+            commands.append(planned(flight, routed, hits, filled, on_cpu, decision.split))
         self._fill(work, commands)
         self._execute(work, on_cpu, commands)
+        if decision.behind:
+            work.behind = [copy.key[1] for copy in decision.behind if not copy.is_beside_cpu]
+            beside = [copy.key[1] for copy in decision.behind if copy.is_beside_cpu]
+            self._fill_behind(work, beside, commands)
         self._run(work, hits, hit_slots, commands)
         return True
 
@@ -215,10 +215,12 @@ class ExpertDispatch:
         for key in keys:
             if directory.state_of(key) is not None:
                 directory.refresh(key)
-        self._memory.demanded(keys)
+        self._is_news = True
+        if self._split.needs_last_demand:
+            self._memory.demanded(keys)
         if self._report_plans:
-            split = self._planner.plan(0, 0, has_cpu=False, has_link=False)
-            commands.append(planned(flight, passed, passed.experts, [], [], split))
+            decision = self._split.decide(directory, [], [], None, has_cpu=False, has_link=False)
+            commands.append(planned(flight, passed, passed.experts, [], [], decision.split))
         self._counters.layer_steps += 1
         self._counters.hits += len(keys)
         self.num_joined += 1
@@ -232,11 +234,8 @@ class ExpertDispatch:
         work = self.work
         if work is not None and (work.unfilled or foreseen.layer == work.layer):
             return False  # demand goes first
-        self._last_copy += 1
         is_resting = self._flight is None or work is not None
-        return self._background.begin(
-            key, CopyId(self._last_copy), link, commands, is_resting=is_resting
-        )
+        return self._begin_behind(key, link, commands, is_resting=is_resting)
 
     def retired(self, retired: Retired, commands: list[CoreCommand]) -> bool:
         """No use of the slot's last expert goes on. False if that was known."""
@@ -252,14 +251,20 @@ class ExpertDispatch:
         if work is None or entry is None:
             if not self._background.copied(copied, commands):
                 return False
+            self._split.filled(copied.num_bytes, copied.started_ns, copied.ended_ns)
+            self._is_news = True
+            if self._flight is not None:
+                self._counters.fills_behind += 1
+                self._note_bytes(copied)
             if work is not None:
                 self._fill(work, commands)  # that one may leave again
             return True
         expert, reservation = entry
         if not self.directory.commit(reservation.slot, reservation.generation):
             raise InvariantBroken(f"slot {reservation.slot} was taken from the copy into it")
-        self._counters.fill_bytes += copied.num_bytes
-        self._counters.fill_busy_ns += copied.ended_ns - copied.started_ns
+        self._note_bytes(copied)
+        self._split.filled(copied.num_bytes, copied.started_ns, copied.ended_ns)
+        work.ended_ns = max(work.ended_ns, copied.ended_ns)
         commands.append(Publish(work.layer, expert, reservation.slot))
         self._run(work, [expert], [reservation.slot], commands)
         return True
@@ -278,8 +283,17 @@ class ExpertDispatch:
             return False
         work.num_executed += num_done
         work.num_missing -= num_done
+        work.ended_ns = max(work.ended_ns, executed.ended_ns)
         self._counters.cpu_bytes += executed.num_bytes
         self._counters.cpu_busy_ns += executed.ended_ns - executed.started_ns
+        self._split.executed(
+            len(executed.experts),
+            work.rows_of(executed.experts),
+            executed.started_ns,
+            executed.ended_ns,
+        )
+        if work.behind and not (work.executing or work.unfilled):
+            self._fill_behind(work, work.behind, commands)
         if not work.num_missing:
             self._run(work, [], [], commands)
         return True
@@ -299,82 +313,11 @@ class ExpertDispatch:
             self._fill(self.work, commands)
         return is_news
 
-    # ---- its verbs ----
-
-    def _adopt(self, work: LayerStep, key: ExpertKey) -> None:
-        """A fill in the background turns out to be one that is waited for."""
-        copy, reservation = self._background.adopt(key)
-        self.directory.pin(reservation.slot)
-        self.directory.refresh(key)
-        work.copying[copy] = (key[1], reservation)
-
-    def _fill(self, work: LayerStep, commands: list[CoreCommand]) -> None:
-        """Reserve slots for `unfilled`, as many as there are, and have them copied into."""
-        link = self._roster.link_epoch
-        if link is None or not work.unfilled:
-            return
-        num_reserved = 0
-        for expert in work.unfilled:
-            reservation = self.directory.reserve((work.layer, expert))
-            if reservation is None:
-                break
-            num_reserved += 1
-            if reservation.evicted is not None:
-                self._counters.evictions += 1
-                commands.append(Unpublish(*reservation.evicted))
-            self.directory.pin(reservation.slot)
-            self._last_copy += 1
-            copy = CopyId(self._last_copy)
-            work.copying[copy] = (expert, reservation)
-            commands.append(Copy(link, copy, work.layer, expert, reservation.slot))
-        del work.unfilled[:num_reserved]
-
-    def _execute(
-        self, work: LayerStep, experts: list[ExpertId], commands: list[CoreCommand]
-    ) -> None:
-        """Divide `experts` among the cpu_workers, by their rates and the experts' rows."""
-        if not experts:
-            return
-        epochs = self._roster.cpu_epochs
-        if len(epochs) == 1:
-            parts = [experts]
-        else:
-            parts = divide_among(experts, self._roster.cpu_shares, work.rows_of(experts))
-        for epoch, part in zip(epochs, parts, strict=True):
-            if part:
-                for expert in part:
-                    work.executing[expert] = epoch
-                commands.append(Execute(epoch, work.step, work.layer, part))
-
-    def _run(
-        self,
-        work: LayerStep,
-        experts: list[ExpertId],
-        slots: list[SlotId],
-        commands: list[CoreCommand],
-    ) -> None:
-        """Have the gpu_worker compute `experts`; join if no part is missing after these."""
-        work.num_missing -= len(experts)
-        is_last = not work.num_missing
-        if experts:
-            running = self._running.setdefault((work.step, work.layer), {})
-            running.update(zip(experts, slots, strict=True))
-        if experts or is_last:
-            commands.append(Run(work.gpu_epoch, work.step, work.layer, experts, slots, is_last))
-        if is_last:
-            counters = self._counters
-            counters.layer_steps += 1
-            counters.hits += work.num_hits
-            counters.cpu_experts += work.num_executed
-            counters.fills += work.num_parts - work.num_hits - work.num_executed
-            self.work = None
-            self.num_joined += 1
-
     # ---- workers that come and go ----
 
     def roster_changed(self, commands: list[CoreCommand]) -> None:
         """Plan with the rates of who is here, and place what no branch was there for."""
-        self._planner.set_rates(self._roster.host_bytes_per_s, self._roster.link_bytes_per_s)
+        self._split.set_rates(self._roster.host_bytes_per_s, self._roster.link_bytes_per_s)
         work = self.work
         if work is not None and work.unplaced:
             stranded, work.unplaced = work.unplaced, []
@@ -418,17 +361,14 @@ class ExpertDispatch:
         self._background.gpu_lost()
         self.directory.clear()
 
-    def _place(
-        self, work: LayerStep, stranded: list[ExpertId], commands: list[CoreCommand]
-    ) -> None:
-        """Give experts that lost their branch another one."""
-        if self._roster.cpu_epochs:
-            self._execute(work, stranded, commands)
-        elif self._roster.link_epoch is not None:
-            work.unfilled += stranded
-            self._fill(work, commands)
-        else:
-            work.unplaced += stranded
+    def settle(self) -> list[CoreCommand]:
+        """Learn from what has happened; what there is to say about it."""
+        if not self._is_news:
+            return []
+        self._is_news = False
+        if self._policy is not None:
+            self._policy.settle()
+        return list(self._split.settle())
 
     def check(self) -> None:
         """Recount; InvariantBroken says what disagrees, or that nothing would ever happen again."""

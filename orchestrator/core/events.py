@@ -12,7 +12,11 @@ from __future__ import annotations
 
 import msgspec
 
+from orchestrator.core.fill_choice import FillBehindMode
+from orchestrator.core.floor_rule import Arm
+from orchestrator.core.fluid_split import BranchCosts
 from orchestrator.core.planner import Split
+from orchestrator.core.rate_estimates import Drift
 from protocol.messages import (
     Arena,
     AttachArena,
@@ -55,6 +59,13 @@ class CoreConfig(msgspec.Struct, frozen=True):
     max_sequence_tokens: int
     fill_mode: str = "auto"
     policy: str = "lru"
+    #: One of split_rules.PLANNER_NAMES; what decides where the fill mode is auto.
+    planner: str = "closed-form"
+    fill_behind: FillBehindMode = "off"
+    #: Experts per layer; 0: policies that must know find out.
+    num_experts: int = 0
+    #: Measured costs of both branches, in place of all that workers measure on their own.
+    costs: BranchCosts | None = None
     host_bytes_per_s: float | None = None
     link_bytes_per_s: float | None = None
     #: Sequences that may be active at once; they take turns, one step each.
@@ -165,6 +176,8 @@ class RequestCounters(msgspec.Struct):
     fills: int = 0
     cpu_experts: int = 0
     evictions: int = 0
+    #: Copies that nobody waited for; their bytes and times are among those of the fills.
+    fills_behind: int = 0
     fill_bytes: int = 0
     cpu_bytes: int = 0
     fill_busy_ns: int = 0
@@ -234,6 +247,26 @@ class Retire(msgspec.Struct, frozen=True):
     slot: SlotId
 
 
+class Drifted(msgspec.Struct, frozen=True):
+    """A branch is no longer as fast as was last said; the split follows."""
+
+    drift: Drift
+
+    def __str__(self) -> str:
+        return str(self.drift)
+
+
+class ArmTaken(msgspec.Struct, frozen=True):
+    """From now on misses are split, or all filled, or all run on the CPU: that is what was measured
+    to be fastest."""
+
+    arm: Arm
+
+    def __str__(self) -> str:
+        where = {"split": "are split", "fill": "pass the link", "cpu": "run on the CPU"}[self.arm]
+        return f"misses {where} from now on: measured to be fastest"
+
+
 class Stalled(msgspec.Struct, frozen=True):
     """Work waits for a role that nobody fills; said once per stall."""
 
@@ -278,5 +311,7 @@ CoreCommand = (
     | Unpublish
     | ResetTable
     | Retire
+    | Drifted
+    | ArmTaken
     | Stalled
 )

@@ -32,7 +32,7 @@ Plain rules to compare with are in `split_rules`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -41,6 +41,8 @@ from orchestrator.core.planner import FillMode, Split
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from orchestrator.core.planner import Rule
+
 #: Part of the predicted time that credited fills may cost.
 DEFAULT_LOSS_PART = 0.02
 MAX_CREDIT = 1.0
@@ -48,8 +50,6 @@ MAX_CREDIT = 1.0
 _TIE = 1e-9
 _ROUNDING = 1e-9
 _AUTO = FillMode("auto")
-
-Rule = Literal["nothing", "wait", "no_cpu", "no_link", "mode", "balance"]
 
 
 class BranchCosts(msgspec.Struct, frozen=True):
@@ -276,10 +276,7 @@ class FluidSplit:
         if not has_link:
             return self._plan(num_misses, 0, "no_link")
         if rows is None and not link_ahead_bytes:
-            table = self._tables.get(num_misses)
-            if table is None:
-                weights = [float(num_misses - q) for q in range(num_misses + 1)]
-                table = self._tables[num_misses] = self._table(weights, 0.0)
+            table = self._known_table(num_misses)
         else:
             table = self._table(self._weights(num_misses, rows), link_ahead_bytes)
         times_s, best_of, fractional = table
@@ -310,7 +307,23 @@ class FluidSplit:
             least_s,
         )
 
+    def times_s(self, num_misses: int) -> list[float]:
+        """T(q) for q = 0 to `num_misses`, experts of one row over an idle link, seconds."""
+        return self._known_table(num_misses)[0]
+
+    def alone(self, num_misses: int, num_fills: int) -> Split:
+        """One branch for all of them, whatever is best; credit and allowance stay."""
+        times_s = self._known_table(num_misses)[0]
+        return self._plan(num_misses, num_fills, "floor", time_s=times_s[num_fills])
+
     # ---- inside ----
+
+    def _known_table(self, num_misses: int) -> _Table:
+        table = self._tables.get(num_misses)
+        if table is None:
+            weights = [float(num_misses - q) for q in range(num_misses + 1)]
+            table = self._tables[num_misses] = self._table(weights, 0.0)
+        return table
 
     def _weights(self, num_misses: int, rows: Sequence[int] | None) -> list[float]:
         """CPU work that is left after filling the first 0, 1, .. misses, in one-row experts."""
@@ -331,8 +344,7 @@ class FluidSplit:
             predicted_s(costs, num_fills, weight, link_ahead_bytes)
             for num_fills, weight in enumerate(weights)
         ]
-        best_of = [_least(times_s, limit) for limit in range(len(times_s))]
-        return times_s, best_of, fractional_optimum(costs, weights[0], len(weights) - 1)
+        return times_s, _best_of(times_s), fractional_optimum(costs, weights[0], len(weights) - 1)
 
     def _plan(
         self,
@@ -364,14 +376,16 @@ class FluidSplit:
         )
 
 
-def _least(times_s: Sequence[float], limit: int) -> int:
-    """The q up to `limit` of least time; of equals the largest."""
-    best, best_s = 0, times_s[0]
-    for num_fills in range(1, limit + 1):
-        if times_s[num_fills] <= best_s * (1 + _TIE):
+def _best_of(times_s: Sequence[float]) -> list[int]:
+    """For each limit, the q up to it of least time; of equals the largest."""
+    best, least_s = 0, times_s[0]
+    best_of = [0]
+    for num_fills in range(1, len(times_s)):
+        if times_s[num_fills] <= least_s * (1 + _TIE):
             best = num_fills
-            best_s = min(best_s, times_s[num_fills])
-    return best
+            least_s = min(least_s, times_s[num_fills])
+        best_of.append(best)
+    return best_of
 
 
 def _seconds(num_bytes: float, bytes_per_s: float) -> float:

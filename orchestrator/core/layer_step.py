@@ -31,7 +31,9 @@ class LayerStep:
     """Where the parts of the layer-step in progress are. Experts are listed in router order."""
 
     __slots__ = (
+        "behind",
         "copying",
+        "ended_ns",
         "executing",
         "gpu_epoch",
         "layer",
@@ -59,6 +61,10 @@ class LayerStep:
         self.copying: dict[CopyId, tuple[ExpertId, Reservation]] = {}
         self.executing: dict[ExpertId, Epoch] = {}
         self.unplaced: list[ExpertId] = []
+        #: Experts that the CPU runs and that are to be copied too, once it works no more.
+        self.behind: list[ExpertId] = []
+        #: When the last part so far ended; 0 if none has.
+        self.ended_ns = 0
 
     def rows_of(self, experts: list[ExpertId]) -> list[int]:
         """How many rows chose each of `experts`."""

@@ -39,9 +39,13 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from orchestrator.core.fluid_split import BranchCosts
     from protocol.messages import ExpertKey
 
 T = TypeVar("T")
+
+#: Why a split is what it is; see `Split.reason`.
+Rule = Literal["nothing", "wait", "no_cpu", "no_link", "mode", "balance", "floor"]
 
 MAX_CREDIT = 1.0
 
@@ -129,7 +133,7 @@ class Split(msgspec.Struct, frozen=True, gc=False):
     num_fills: int
     num_cpu: int
     must_wait: bool
-    rule: Literal["nothing", "wait", "no_cpu", "no_link", "mode", "balance"]
+    rule: Rule
     mode: FillMode
     is_short_of_slots: bool  # more would be filled if more slots could be reserved
     host_bytes_per_s: float
@@ -151,6 +155,9 @@ class Split(msgspec.Struct, frozen=True, gc=False):
                 return line + "no dma worker"
             case "mode":
                 line += f"fill mode {self.mode}"
+            case "floor":
+                branch = "link" if self.num_fills else "CPU"
+                line += f"the {branch} alone, to see whether that is faster"
             case _:
                 residual = residual_bandwidth(self.host_bytes_per_s, self.link_bytes_per_s)
                 line += (
@@ -192,6 +199,10 @@ class SplitPlanner:
                 raise ValueError(f"the {name} rate must be 0 or more bytes/s, not {rate}")
         self._host_bytes_per_s = host_bytes_per_s
         self._link_bytes_per_s = link_bytes_per_s
+
+    def set_costs(self, costs: BranchCosts) -> None:
+        """`set_rates` with what both branches do alone."""
+        self.set_rates(costs.cpu_bytes_per_s, costs.link_bytes_per_s)
 
     def plan(self, num_misses: int, num_fillable: int, *, has_cpu: bool, has_link: bool) -> Split:
         """Split ``num_misses``, given how many slots could be reserved now and which branches
@@ -237,7 +248,7 @@ class SplitPlanner:
         self,
         num_misses: int,
         num_fills: int,
-        rule: Literal["nothing", "wait", "no_cpu", "no_link", "mode", "balance"],
+        rule: Rule,
         is_short_of_slots: bool = False,
         balanced: float = 0.0,
     ) -> Split:

@@ -187,12 +187,13 @@ _POLICIES: dict[str, Callable[[DemandShape], EvictionPolicy]] = {
     "reuse": _reuse,
     "reuse-tables": _reuse_tables,
 }
-_UNKNOWN_SHAPE = DemandShape(0, 0, 0)
+#: A policy then finds out.
+UNKNOWN_SHAPE = DemandShape(0, 0, 0)
 
 POLICY_NAMES: tuple[str, ...] = tuple(sorted(_POLICIES))
 
 
-def make_policy(name: str, shape: DemandShape = _UNKNOWN_SHAPE) -> EvictionPolicy:
+def make_policy(name: str, shape: DemandShape = UNKNOWN_SHAPE) -> EvictionPolicy:
     """A fresh policy by its command-line name; ValueError names the known ones.
 
     Without ``shape`` a policy that needs it learns it from what it sees, and starts worse.

@@ -75,7 +75,9 @@ class ScoredPolicy:
         worth = float(self._worth[key])
         self._rank[key] = worth
         layer = key[0]
-        if worth < self._heads[layer]:
+        head = self._heads[layer]
+        # Of equals the first, as argmin has it: whether somebody looked meanwhile decides nothing.
+        if worth < head or (worth == head and key[1] < self._head_of[layer]):
             self._heads[layer] = worth
             self._head_of[layer] = key[1]
 

@@ -11,7 +11,8 @@ from orchestrator.core.fluid_split import FluidSplit
 from orchestrator.core.planner import FillMode, Split, SplitPlanner
 
 if TYPE_CHECKING:
-    from orchestrator.core.fluid_split import BranchCosts, Rule
+    from orchestrator.core.fluid_split import BranchCosts
+    from orchestrator.core.planner import Rule
 
 PLANNER_NAMES = ("fluid", "closed-form", "fixed-fraction", "fill-only", "cpu-only")
 _AUTO = FillMode("auto")
@@ -24,6 +25,8 @@ class Planner(Protocol):
         self, num_misses: int, num_fillable: int, *, has_cpu: bool, has_link: bool
     ) -> Split: ...
 
+    def set_costs(self, costs: BranchCosts) -> None: ...
+
 
 class FixedFraction:
     """The fixed-fraction rule, for comparison: f = P_ov / (P_ov + C_ov) of the misses are filled,
@@ -35,6 +38,10 @@ class FixedFraction:
     __slots__ = ("_costs", "_fraction")
 
     def __init__(self, costs: BranchCosts) -> None:
+        self.set_costs(costs)
+
+    def set_costs(self, costs: BranchCosts) -> None:
+        """New rates, from the next layer-step on."""
         self._costs = costs
         link, cpu = costs.link_beside_cpu_bytes_per_s, costs.cpu_beside_link_bytes_per_s
         self._fraction = link / (link + cpu) if link + cpu > 0 else 1.0

@@ -18,6 +18,7 @@ import msgspec
 
 from orchestrator.core.fill_choice import FillBehindMode
 from orchestrator.core.split_rules import make_planner
+from orchestrator.settings import DEFAULT_FILL_BEHIND, DEFAULT_PLANNER, DEFAULT_POLICY
 from orchestrator.simulate.bounds import shape_of
 from orchestrator.simulate.machine import VirtualMachine
 from orchestrator.simulate.replay import Replay, ReplayResult
@@ -25,10 +26,6 @@ from orchestrator.simulate.replay import Replay, ReplayResult
 if TYPE_CHECKING:
     from orchestrator.core.fluid_split import BranchCosts
     from orchestrator.simulate.trace import RoutingTrace
-
-DEFAULT_POLICY = "reuse-tables"
-DEFAULT_PLANNER = "fluid"
-DEFAULT_FILL_BEHIND: FillBehindMode = "auto"
 
 
 class Contender(msgspec.Struct, frozen=True):

@@ -137,6 +137,7 @@ def test_a_request_from_its_prompt_to_its_last_token() -> None:
         "fills": 2,
         "cpu_experts": 1,
         "evictions": 0,
+        "fills_behind": 0,
         "fill_bytes": 200,
         "cpu_bytes": 100,
         "fill_busy_ns": 10,

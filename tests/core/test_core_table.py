@@ -263,7 +263,7 @@ def test_a_fill_in_the_background_waits_for_the_grace_period() -> None:
     ]
     core.check()
     assert core.handle(Foreseen(LayerId(2), ExpertId(3))) == []  # it is on its way
-    copy = Copy(DMA, CopyId(3), LayerId(2), ExpertId(3), SlotId(0))
+    copy = Copy(DMA, CopyId(3), LayerId(2), ExpertId(3), SlotId(0), is_awaited=False)
     assert core.handle(Retired(CopyId(3))) == [copy]
     assert core.handle(Retired(CopyId(3))) == []
     assert core.handle(copied(3)) == [Publish(LayerId(2), ExpertId(3), SlotId(0))]
@@ -273,7 +273,7 @@ def test_a_fill_in_the_background_waits_for_the_grace_period() -> None:
 def test_a_routed_layer_ends_every_grace_period_and_adopts_what_it_wants() -> None:
     core = waiting_in_step_1(num_slots=3)
     core.handle(Foreseen(LayerId(1), ExpertId(3)))
-    copy = Copy(DMA, CopyId(3), LayerId(1), ExpertId(3), SlotId(2))
+    copy = Copy(DMA, CopyId(3), LayerId(1), ExpertId(3), SlotId(2), is_awaited=False)
     assert core.handle(routed(1, 3)) == [copy]
     core.check()
     assert core.handle(Retired(CopyId(3))) == []

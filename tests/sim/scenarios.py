@@ -35,6 +35,8 @@ def scenario(number: int) -> Scenario:
     )
     is_tight = rng.random() < 0.2
     max_sequence_tokens = 15 if is_tight else 64
+    # Drawn apart, so that a new kind of choice leaves every other one of a number as it was.
+    more = random.Random(f"policies of {number}")
     config = CoreConfig(
         num_layers=num_layers,
         top_k=top_k,
@@ -47,6 +49,10 @@ def scenario(number: int) -> Scenario:
         link_bytes_per_s=rng.choice((None, None, 20.0)),
         max_num_seqs=rng.choice((1, 1, 2, 3)),
         report_plans=rng.random() < 0.3,
+        policy=more.choice(("lru", "lru", "lru-layer", "lfu", "reuse", "reuse-tables")),
+        planner=more.choice(("closed-form", "fluid", "fluid", "fixed-fraction")),
+        fill_behind=more.choice(("off", "on", "on", "auto")),
+        num_experts=more.choice((0, num_experts)),
     )
     mood = rng.choice(("calm", "one role", "any", "any"))
     return Scenario(

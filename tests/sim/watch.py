@@ -94,6 +94,8 @@ class Onlooker:
         self._evicted: set[tuple[int, int]] = set()
         #: Layer-steps whose experts were not all placed at once: for want of a slot or a branch.
         self.num_waits = 0
+        #: Copies of experts that the CPU runs.
+        self.num_behind = 0
 
     def saw(self, event: CoreEvent, commands: Sequence[CoreCommand], *, is_stale: bool) -> None:
         """Take in one event and what the core made of it."""
@@ -136,8 +138,11 @@ class Onlooker:
                 if copy is not None:
                     self._slots[copy.slot] = (copy.layer, copy.expert)
                     is_background = self._foreseen.pop(event.copy, None) is not None
-                    if not is_background or self._is_arriving(copy):
+                    is_adopted = self._is_arriving(copy)
+                    if not is_background or is_adopted or self._step is not None:
                         self._cost()["fill_bytes"] += EXPERT_BYTES
+                    if is_background and not is_adopted and self._step is not None:
+                        self._cost()["fills_behind"] += 1
             case Executed():
                 for expert in event.experts:
                     self._owed.discard((event.epoch, event.step, event.layer, expert))
@@ -166,7 +171,9 @@ class Onlooker:
             self.retiring, self._foreseen, self._evicted = {}, {}, set()
         for expert in [e for e, owner in self._executing.items() if owner == epoch]:
             del self._executing[expert]
-            self._parts[expert] = "miss"
+            key = (self._layers_joined, expert)  # may have been copied behind
+            is_coming = key in self._foreseen.values() or key in self._slots.values()
+            self._parts[expert] = "arriving" if is_coming else "miss"
         for number in [n for n, copy in self._copying.items() if copy.epoch == epoch]:
             copy = self._copying.pop(number)
             if self._foreseen.pop(number, None) is None or self._is_arriving(copy):
@@ -190,7 +197,8 @@ class Onlooker:
             case Execute():
                 _require(self._is_current(command), "an Execute for another layer")
                 for expert in command.experts:
-                    _require(self._parts.get(expert) == "miss", f"expert {expert} is placed twice")
+                    place = self._parts.get(expert)
+                    _require(place in ("miss", "arriving"), f"expert {expert} is placed twice")
                     self._parts[expert] = "executing"
                     self._executing[expert] = command.epoch
                     self._owed.add((command.epoch, command.step, command.layer, expert))
@@ -250,6 +258,7 @@ class Onlooker:
         _require(is_link, "a Copy to a worker without the arena")
         _require(command.copy not in self._used_copies, "a copy id is used twice")
         is_demanded = not self._begins_in_background(command)
+        _require(command.is_awaited == is_demanded, f"{command} is awaited, or not")
         if is_demanded:
             _require(self._is_current_layer(command), f"{key} is filled for nobody")
             _require(self._parts.get(command.expert) == "miss", f"{key} is placed twice")
@@ -270,6 +279,10 @@ class Onlooker:
         key = self.retiring.pop(command.copy, None)
         if key is None and self._hears_foreseen == (command.layer, command.expert):
             key = self._hears_foreseen
+        if key is None and self._parts.get(command.expert) in ("executing", "executed"):
+            key = (command.layer, command.expert)  # behind the CPU's back
+            _require(self._is_current_layer(command), f"{key} is copied for nobody")
+            self.num_behind += 1
         if key is not None:
             _require(key == (command.layer, command.expert), f"{key} became {command}")
             self._foreseen[command.copy] = key
@@ -295,7 +308,7 @@ class Onlooker:
         del self._slots[slot]
         if isinstance(event, Foreseen):
             self._evicted.add(key)
-        else:
+        if self._step is not None:
             self._cost()["evictions"] += 1
 
     def _passed(self, event: Passed) -> None:
@@ -414,6 +427,7 @@ class Onlooker:
                 "fills",
                 "cpu_experts",
                 "evictions",
+                "fills_behind",
                 "fill_bytes",
                 "cpu_bytes",
             )

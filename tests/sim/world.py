@@ -111,12 +111,16 @@ class Story:
     lines: list[str] = field(default_factory=list)
     events: list[CoreEvent] = field(default_factory=list)
     decisions: list[list[CoreCommand]] = field(default_factory=list)
+    #: Whether the core was let learn after each of them.
+    learnt: list[bool] = field(default_factory=list)
     num_deaths: int = 0
     num_stale: int = 0
     num_waits: int = 0
     num_layer_steps: int = 0
     num_passed: int = 0
     num_retired: int = 0
+    num_learned: int = 0
+    num_behind: int = 0
     num_full: int = 0
 
 
@@ -136,6 +140,7 @@ class Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.rng = random.Random(scenario.seed)
+        self._learns = random.Random(scenario.seed)
         config = scenario.config
         self.model = SyntheticModel(
             scenario.seed, config.num_layers, scenario.num_experts, config.top_k
@@ -213,6 +218,7 @@ class Simulation:
         if not self.core.is_idle:
             raise Violation("the core is not idle after the last request")
         self.story.num_waits = self.onlooker.num_waits
+        self.story.num_behind = self.onlooker.num_behind
         self.story.num_full = sum(reader.num_full for reader in self._readers)
         return self.story
 
@@ -285,6 +291,11 @@ class Simulation:
             self._tell(msgspec.structs.replace(event, epoch=NOBODY), is_stale=True)
         commands = self.core.handle(event)
         self.core.check()
+        is_learning = self._learns.random() < 0.7
+        if is_learning:
+            self.story.num_learned += len(self.core.settle())
+            self.core.check()
+        self.story.learnt.append(is_learning)
         self.story.events.append(event)
         self.story.decisions.append(commands)
         self.story.lines.append(f"{self.now} {event} -> {commands}")

@@ -1,0 +1,189 @@
+"""The hands of the dispatch: what the parts of a layer-step are told, and what is kept of it.
+
+    _fill         reserve slots and have experts copied into them
+    _adopt        wait for a copy that is on its way
+    _fill_behind  copy what the CPU runs, too
+    _execute      divide set C among the cpu_workers
+    _run          have the gpu_worker compute, and join with the last part
+    _place        give experts that lost their branch another one
+
+Nothing here decides how many; see `dispatch` for the rules of waves and pins.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from orchestrator.core.background import BackgroundFills
+from orchestrator.core.directory import SlotState
+from orchestrator.core.events import RequestCounters, Unpublish
+from orchestrator.core.planner import divide_among
+from protocol.messages import Copy, CopyId, Execute, Run
+
+if TYPE_CHECKING:
+    from orchestrator.core.adaptive_split import AdaptiveSplit
+    from orchestrator.core.directory import ExpertDirectory
+    from orchestrator.core.events import CoreCommand
+    from orchestrator.core.layer_step import LayerStep
+    from orchestrator.core.scheduler import Flight
+    from orchestrator.core.workers import Roster
+    from protocol.messages import Copied, Epoch, ExpertId, ExpertKey, LayerId, SlotId, StepId
+
+
+class ExpertPlacement:
+    """Owns the directory. `work` is the layer-step in progress, None between a join and the next
+    `Routed`; `num_joined` counts the layers of the step that are through."""
+
+    __slots__ = (
+        "_background",
+        "_counters",
+        "_flight",
+        "_last_copy",
+        "_roster",
+        "_running",
+        "_split",
+        "directory",
+        "num_joined",
+        "work",
+    )
+
+    def __init__(self, roster: Roster, directory: ExpertDirectory, split: AdaptiveSplit) -> None:
+        self._roster = roster
+        self._split = split
+        self.directory = directory
+        self._background = BackgroundFills(directory)
+        self._last_copy = 0
+        self._flight: Flight | None = None
+        self._counters = RequestCounters()
+        self.work: LayerStep | None = None
+        self.num_joined = 0
+        #: Slots that the gpu_worker may still read, by what it was told to run from them.
+        self._running: dict[tuple[StepId, LayerId], dict[ExpertId, SlotId]] = {}
+
+    def _adopt(self, work: LayerStep, key: ExpertKey) -> None:
+        """A fill in the background turns out to be one that is waited for."""
+        copy, reservation = self._background.adopt(key)
+        self.directory.pin(reservation.slot)
+        self.directory.refresh(key)
+        work.copying[copy] = (key[1], reservation)
+
+    def _fill(self, work: LayerStep, commands: list[CoreCommand]) -> None:
+        """Reserve slots for `unfilled`, as many as there are, and have them copied into."""
+        link = self._roster.link_epoch
+        if link is None or not work.unfilled:
+            return
+        num_reserved = 0
+        for expert in work.unfilled:
+            reservation = self.directory.reserve((work.layer, expert))
+            if reservation is None:
+                break
+            num_reserved += 1
+            if reservation.evicted is not None:
+                self._counters.evictions += 1
+                commands.append(Unpublish(*reservation.evicted))
+            self.directory.pin(reservation.slot)
+            self._last_copy += 1
+            copy = CopyId(self._last_copy)
+            work.copying[copy] = (expert, reservation)
+            commands.append(Copy(link, copy, work.layer, expert, reservation.slot))
+        del work.unfilled[:num_reserved]
+
+    def _fill_behind(
+        self, work: LayerStep, experts: list[ExpertId], commands: list[CoreCommand]
+    ) -> None:
+        """Copy experts that the CPU runs too, as far as there are slots. The gpu_worker waits, so
+        the copies may begin at once."""
+        link = self._roster.link_epoch
+        if link is not None and not work.unfilled:
+            for expert in experts:
+                if self.directory.state_of((work.layer, expert)) is None:
+                    self._begin_behind((work.layer, expert), link, commands, is_resting=True)
+        if experts is work.behind:
+            work.behind = []
+
+    def _begin_behind(
+        self, key: ExpertKey, link: Epoch, commands: list[CoreCommand], *, is_resting: bool
+    ) -> bool:
+        self._last_copy += 1
+        reservation = self._background.begin(
+            key, CopyId(self._last_copy), link, commands, is_resting=is_resting
+        )
+        if reservation is None:
+            return False
+        if reservation.evicted is not None and self._flight is not None:
+            self._counters.evictions += 1
+        return True
+
+    def _note_bytes(self, copied: Copied) -> None:
+        self._counters.fill_bytes += copied.num_bytes
+        self._counters.fill_busy_ns += copied.ended_ns - copied.started_ns
+
+    def _execute(
+        self, work: LayerStep, experts: list[ExpertId], commands: list[CoreCommand]
+    ) -> None:
+        """Divide `experts` among the cpu_workers, by their rates and the experts' rows."""
+        if not experts:
+            return
+        epochs = self._roster.cpu_epochs
+        if len(epochs) == 1:
+            parts = [experts]
+        else:
+            parts = divide_among(experts, self._roster.cpu_shares, work.rows_of(experts))
+        for epoch, part in zip(epochs, parts, strict=True):
+            if part:
+                for expert in part:
+                    work.executing[expert] = epoch
+                commands.append(Execute(epoch, work.step, work.layer, part))
+
+    def _run(
+        self,
+        work: LayerStep,
+        experts: list[ExpertId],
+        slots: list[SlotId],
+        commands: list[CoreCommand],
+    ) -> None:
+        """Have the gpu_worker compute `experts`; join if no part is missing after these."""
+        work.num_missing -= len(experts)
+        is_last = not work.num_missing
+        if experts:
+            running = self._running.setdefault((work.step, work.layer), {})
+            running.update(zip(experts, slots, strict=True))
+        if is_last and work.behind:  # before the gpu_worker goes on
+            self._fill_behind(work, work.behind, commands)
+        if experts or is_last:
+            commands.append(Run(work.gpu_epoch, work.step, work.layer, experts, slots, is_last))
+        if is_last:
+            counters = self._counters
+            counters.layer_steps += 1
+            counters.hits += work.num_hits
+            counters.cpu_experts += work.num_executed
+            counters.fills += work.num_parts - work.num_hits - work.num_executed
+            if work.ended_ns:
+                num_misses = work.num_parts - work.num_hits
+                self._split.joined(num_misses, work.ended_ns - work.routed.routed_ns)
+            self.work = None
+            self.num_joined += 1
+
+    def _place(
+        self, work: LayerStep, stranded: list[ExpertId], commands: list[CoreCommand]
+    ) -> None:
+        """Give experts that lost their branch another one."""
+        landed: list[ExpertId] = []
+        for key in [(work.layer, expert) for expert in stranded]:
+            state = self.directory.state_of(key)  # it may have been filled behind
+            if state is not None:
+                stranded.remove(key[1])
+                if state is SlotState.FILLING:
+                    self._adopt(work, key)
+                else:
+                    landed.append(key[1])
+        if self._roster.cpu_epochs:
+            self._execute(work, stranded, commands)
+        elif self._roster.link_epoch is not None:
+            work.unfilled += stranded
+            self._fill(work, commands)
+        else:
+            work.unplaced += stranded
+        if landed:
+            _, slots, _ = self.directory.demand([(work.layer, expert) for expert in landed])
+            self._run(work, landed, slots, commands)

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from expert_store.checkpoint import open_checkpoint
-from expert_store.reports import Failure, Report, encode_report
+from expert_store.reports import Failure, Progress, Report, encode_report
 from protocol.errors import EXIT_FAULT, EXIT_OK, EXIT_USER_ERROR, UserError
 
 
@@ -41,6 +41,8 @@ def main(arguments: list[str]) -> int:
 
     try:
         checkpoint = open_checkpoint(options.model)
+        if options.command == "load":  # the files are whole: who waits for the store may get ready
+            report(Progress(0, checkpoint.data_bytes, f"loading {checkpoint.name}"))
         # Imported here: they bring torch and transformers, seconds that a bad file need not cost.
         import torch
 

@@ -185,6 +185,12 @@ class Engine:
         settings = self._settings = msgspec.structs.replace(
             settings, max_rows=self._text_model.rows_per_step(settings.max_rows)
         )
+        if not settings.is_supervising:
+            log.warning(
+                "loading; start `headrace gpu-worker`, `headrace dma-worker` and "
+                "`headrace cpu-worker` with --run-dir %s: they wait until the model is loaded",
+                run_dir.path,
+            )
         if settings.latency_log is not None:
             self._log_file = LogFile(settings.latency_log)
             stack.callback(self._log_file.close)
@@ -195,6 +201,17 @@ class Engine:
             def on_progress(done_bytes: int, total_bytes: int, text: str) -> None:
                 self._status_text = f"loading: {done_bytes / 1e9:.2f} of {total_bytes / 1e9:.2f} GB"
                 progress.update(done_bytes, total_bytes, text)
+                if settings.is_supervising and self._supervisor is None:
+                    # The files are whole. A worker's imports take seconds: it makes them
+                    # meanwhile, and its life line waits for the segments.
+                    self._supervisor = Supervisor(
+                        settings.num_cpu_workers,
+                        run_dir,
+                        settings.log_level,
+                        self._hub.last_words,
+                        self._fatal,
+                    )
+                    self._supervisor.start()
 
             layout = await load_store(
                 settings.model_dir,
@@ -212,19 +229,6 @@ class Engine:
         gc.collect()
         gc.freeze()  # what exists now lives as long as the process
         self._lifelines.open(segments, fds)
-        if settings.is_supervising:
-            roles: list[Role] = ["gpu_worker", "dma_worker"]
-            roles += ["cpu_worker"] * settings.num_cpu_workers
-            self._supervisor = Supervisor(
-                roles, run_dir, settings.log_level, self._hub.last_words, self._fatal
-            )
-            self._supervisor.start()
-        else:
-            log.warning(
-                "the model is loaded; start `headrace gpu-worker`, `headrace dma-worker` and "
-                "`headrace cpu-worker` with --run-dir %s",
-                run_dir.path,
-            )
         while True:
             await asyncio.sleep(_TICK_S)
             if self._board.has_moved():
@@ -377,6 +381,8 @@ class Engine:
         # By hand, a person may well want to do without one of the two branches.
         has_branch = "dma_worker" not in missing or "cpu_worker" not in missing
         is_ready = not missing if is_supervising else "gpu_worker" not in missing and has_branch
+        if missing and text == "serving":
+            text = f"serving without {' and '.join(missing)}"
         restarts: dict[Role, int] = self._supervisor.num_restarts if self._supervisor else {}
         return Status(
             is_ready,

@@ -246,7 +246,7 @@ class Hub:
             return
         self._note_owed(worker, command)
         if not self._send(worker.identity, command):
-            self.condemn(worker.epoch, "does not take messages")
+            self.condemn(worker.epoch, "cannot be reached any more (it hangs or is gone)")
 
     def _note_owed(self, worker: Worker, command: AddressedCommand) -> None:
         owed: tuple[object, ...]

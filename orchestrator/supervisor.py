@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from protocol.errors import EXIT_DO_NOT_RESTART, EXIT_FAULT, EXIT_USER_ERROR
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from protocol.messages import Role
     from protocol.run_dir import RunDir
@@ -40,18 +40,18 @@ _KILL_S = 2.0
 
 
 class Supervisor:
-    """Runs `roles` (a role may appear several times). `on_fatal(sentence, exit_code)` is called
-    when a worker cannot be kept running; `last_words(pid)` tells why one failed."""
+    """Runs one gpu_worker, one dma_worker and some cpu_workers. `on_fatal(sentence, exit_code)` is
+    called when a worker cannot be kept running; `last_words(pid)` tells why one failed."""
 
     def __init__(
         self,
-        roles: Sequence[Role],
+        num_cpu_workers: int,
         run_dir: RunDir,
         log_level: str,
         last_words: Callable[[int], str],
         on_fatal: Callable[[str, int], None],
     ) -> None:
-        self._roles = roles
+        self._roles: list[Role] = ["gpu_worker", "dma_worker"] + ["cpu_worker"] * num_cpu_workers
         self._run_dir = run_dir
         self._log_level = log_level
         self._last_words = last_words
@@ -133,6 +133,10 @@ class Supervisor:
     async def stop(self) -> None:
         """End all workers; they were asked already. Returns within the three bounds."""
         self._stopping.set()
+        # Those that are not ready may not have heard that they were asked: still importing.
+        for pid in self._processes.keys() - self._ready_pids:
+            with contextlib.suppress(ProcessLookupError):
+                self._processes[pid].terminate()
         if await self._all_ended(_ASK_S):
             return
         for process in list(self._processes.values()):

@@ -137,7 +137,8 @@ def test_near_to_torch(name: str, dtype: Dtype) -> None:
     x = input_of(function, 5)
     found, expected = function(tensors, x), reference(tensors, x)
     unit = {"float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
-    assert relative_error(found, expected.double()) < 8 * unit
+    # torch's own order of additions differs between processors: 8.4 units were seen on AVX-512.
+    assert relative_error(found, expected.double()) < 16 * unit
     if dtype == "bfloat16":
         assert (found == expected).float().mean() > 0.8
 

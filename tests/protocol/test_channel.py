@@ -194,7 +194,8 @@ def test_receive_ends_after_its_time(dealer: DealerChannel[WorkerCommand]) -> No
     started = time.monotonic()
     assert dealer.receive(0.0) is None
     assert dealer.receive(0.05) is None
-    assert 0.05 <= time.monotonic() - started < WAIT_S
+    # ZeroMQ counts in whole milliseconds.
+    assert 0.048 <= time.monotonic() - started < WAIT_S
 
 
 def test_a_flood_of_rubbish_does_not_keep_a_receive_from_ending(

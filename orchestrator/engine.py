@@ -38,19 +38,19 @@ from orchestrator.core.events import (
     WorkerFault,
 )
 from orchestrator.hub import ADDRESSED, Hub, Worker
-from orchestrator.latency_log import (
-    LOG_VERSION,
-    LatencyFold,
-    LogFile,
-    LogHeader,
-    WorkerRecord,
-)
+from orchestrator.latency_log import LatencyFold, LogFile, WorkerRecord
 from orchestrator.lifelines import Lifelines
 from orchestrator.load_progress import LoadProgress
 from orchestrator.loading import LoaderFault, load_store
 from orchestrator.requests import RequestBook
 from orchestrator.residency import HERALDS, TABLE_COMMANDS, ResidencyBoard
-from orchestrator.set_up import check_settings, core_config, make_segments, worker_setup
+from orchestrator.set_up import (
+    check_settings,
+    core_config,
+    log_header,
+    make_segments,
+    worker_setup,
+)
 from orchestrator.settings import PipelineSettings, count_slots
 from orchestrator.supervisor import Supervisor
 from orchestrator.text_model import TextModel
@@ -250,20 +250,8 @@ class Engine:
     def _begin_log(self) -> None:
         if self._log_file is None:
             return
-        layout = self._layout
         self._fold = LatencyFold(self._log_file.write)
-        self._log_file.write(
-            LogHeader(
-                LOG_VERSION,
-                layout.model_name,
-                layout.dtype,
-                layout.num_layers,
-                layout.top_k,
-                layout.expert_bytes,
-                self._num_slots,
-                layout.total_experts,
-            )
-        )
+        self._log_file.write(log_header(self._layout, self._num_slots))
 
     def _setup_for(self, role: Role) -> WorkerSetup:
         context = self._text_model.context

@@ -15,6 +15,7 @@ from orchestrator.core.fluid_split import BranchCosts
 from orchestrator.core.planner import FillMode
 from orchestrator.core.policies import make_policy
 from orchestrator.core.split_rules import make_planner
+from orchestrator.latency_log import LOG_VERSION, LogHeader
 from orchestrator.settings import MANY_EXPERTS, PipelineSettings, count_slots
 from protocol.errors import UserError
 from protocol.lifeline import SegmentGrant
@@ -129,3 +130,17 @@ def make_segments(
         os.ftruncate(fd, segment.num_bytes)
         fds.append(fd)
     return [SegmentGrant(WEIGHTS, layout.total_bytes), *made], fds
+
+
+def log_header(layout: StoreLayout, num_slots: int) -> LogHeader:
+    """First record of a latency log: what the others are about."""
+    return LogHeader(
+        LOG_VERSION,
+        layout.model_name,
+        layout.dtype,
+        layout.num_layers,
+        layout.top_k,
+        layout.expert_bytes,
+        num_slots,
+        layout.total_experts,
+    )

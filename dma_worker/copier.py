@@ -41,8 +41,16 @@ class Copier(Protocol):
     @property
     def num_in_flight(self) -> int: ...
 
-    def submit(self, copy: int, layer: int, expert: int, slot: int) -> None:
-        """Begin to copy the block of (layer, expert), which exists, into `slot`, which exists."""
+    def submit(
+        self,
+        copy: int,
+        layer: int,
+        expert: int,
+        slot: int,
+        piece: tuple[int, int] | None = None,
+    ) -> None:
+        """Begin to copy the block of (layer, expert), which exists, into `slot`, which exists; or
+        only a piece of it: (offset in the block, length) in bytes."""
 
     def poll(self) -> list[DoneCopy]:
         """Copies that have ended since the last call."""
@@ -103,11 +111,20 @@ class EmulatedCopier:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    def submit(self, copy: int, layer: int, expert: int, slot: int) -> None:
-        num_bytes = self._layout.block_bytes
+    def submit(
+        self,
+        copy: int,
+        layer: int,
+        expert: int,
+        slot: int,
+        piece: tuple[int, int] | None = None,
+    ) -> None:
+        first, num_bytes = piece or (0, self._layout.block_bytes)
         start_ns, end_ns = self._link.transfer(self._clock_ns(), num_bytes)
-        offset = self._layout.block_offset(layer, expert)
-        np.copyto(self._slots[slot, :num_bytes], self._store[offset : offset + num_bytes])
+        offset = self._layout.block_offset(layer, expert) + first
+        np.copyto(
+            self._slots[slot, first : first + num_bytes], self._store[offset : offset + num_bytes]
+        )
         copied_ns = self._clock_ns()
         self._link.delay(copied_ns)
         self._in_flight.append(DoneCopy(copy, start_ns, max(end_ns, copied_ns), num_bytes))

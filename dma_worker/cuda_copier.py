@@ -150,13 +150,21 @@ class CudaCopier:
     def num_in_flight(self) -> int:
         return self._stream.num_in_flight
 
-    def submit(self, copy: int, layer: int, expert: int, slot: int) -> None:
+    def submit(
+        self,
+        copy: int,
+        layer: int,
+        expert: int,
+        slot: int,
+        piece: tuple[int, int] | None = None,
+    ) -> None:
         layout = self._device.layout
+        first, num_bytes = piece or (0, layout.block_bytes)
         self._stream.submit(
             copy,
-            self._slots_address + slot * self._slot_bytes,
-            self._device.address + layout.block_offset(layer, expert),
-            layout.block_bytes,
+            self._slots_address + slot * self._slot_bytes + first,
+            self._device.address + layout.block_offset(layer, expert) + first,
+            num_bytes,
         )
 
     def poll(self) -> list[DoneCopy]:

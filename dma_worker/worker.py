@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dma_worker.copier import EmulatedCopier, LinkModel
+from dma_worker.copy_queue import CopyQueue
 from dma_worker.cuda_copier import CudaCopier, CudaDevice
 from dma_worker.probe import NUM_SCRATCH_SLOTS, measure_rate
 from expert_kernels.cuda_runtime import CudaError, CudaRuntime
@@ -67,7 +68,7 @@ class DmaWorker:
                 lambda done, total: link.progress(done, total, "pinning expert weights"),
             )
         self._num_slots = 0
-        self.copier: Copier | None = None
+        self.copier: CopyQueue | None = None
         self.num_dropped = 0
 
     def measure_rate(self) -> float:
@@ -101,7 +102,13 @@ class DmaWorker:
                 if reason is not None:
                     self._drop(reason)
                 elif self.copier is not None:
-                    self.copier.submit(command.copy, command.layer, command.expert, command.slot)
+                    self.copier.submit(
+                        command.copy,
+                        command.layer,
+                        command.expert,
+                        command.slot,
+                        is_awaited=command.is_awaited,
+                    )
             case AttachArena(epoch=self._link.epoch):
                 self.detach()
                 self._attach(command.arena)
@@ -148,12 +155,14 @@ class DmaWorker:
                 f"an arena of {arena.num_slots} slots of {arena.slot_bytes} bytes cannot hold "
                 f"experts of {self.layout.block_bytes}"
             )
+        copier: Copier
         if arena.kind == "shared":
-            self.copier = self._emulated(self._shared_slots(arena))
+            copier = self._emulated(self._shared_slots(arena))
         elif self._device is None:
             raise ProtocolError("the slots lie on a CUDA device, but the pipeline runs on the CPU")
         else:
-            self.copier = CudaCopier.open_arena(self._device, arena)
+            copier = CudaCopier.open_arena(self._device, arena)
+        self.copier = CopyQueue(copier, self.layout)
         self._num_slots = arena.num_slots
         log.info(
             "attached %d slots of %d bytes (%s)", arena.num_slots, arena.slot_bytes, arena.kind

@@ -129,7 +129,8 @@ class FinishedCopy(msgspec.Struct, frozen=True):
 
 
 class InProcessCopier:
-    """Fills slots from a thread of this process, one copy at a time, in the order asked for.
+    """Fills slots from a thread of this process, one copy at a time: those that are awaited
+    first, in the order asked for.
 
     `source` is the address of the store's first byte in this process. `finished` is polled by the
     thread that owns the connection to the orchestrator: sockets belong to one thread.
@@ -150,7 +151,11 @@ class InProcessCopier:
         self._source = source
         self._target = target
         self._num_slots = num_slots
-        self._asked: queue.SimpleQueue[tuple[CopyId, int, int] | None] = queue.SimpleQueue()
+        #: First what is awaited, in the order asked for; None ends the thread.
+        self._asked: queue.PriorityQueue[tuple[int, int, tuple[CopyId, int, int] | None]] = (
+            queue.PriorityQueue()
+        )
+        self._num_asked = 0
         self._done: deque[FinishedCopy] = deque()
         self._fault: Exception | None = None
         #: Copies asked for and not yet returned by `finished`.
@@ -171,7 +176,8 @@ class InProcessCopier:
         except IndexError as error:
             raise ProtocolError(f"Copy names {error}") from None
         self.num_pending += 1
-        self._asked.put((command.copy, offset_bytes, command.slot * self._layout.block_bytes))
+        target_bytes = command.slot * self._layout.block_bytes
+        self._ask(0 if command.is_awaited else 1, (command.copy, offset_bytes, target_bytes))
 
     def finished(self) -> list[FinishedCopy]:
         """Copies completed since the last call, oldest first.
@@ -192,15 +198,19 @@ class InProcessCopier:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._asked.get_nowait()
-        self._asked.put(None)
+        self._ask(2, None)
         self._thread.join(timeout=5.0)
+
+    def _ask(self, rank: int, copy: tuple[CopyId, int, int] | None) -> None:
+        self._num_asked += 1
+        self._asked.put((rank, self._num_asked, copy))
 
     def _copy_all(self) -> None:
         try:
             self._runtime.set_device(self._device_index)
             stream = self._runtime.stream_create()
             num_bytes = self._layout.block_bytes
-            while (asked := self._asked.get()) is not None:
+            while (asked := self._asked.get()[2]) is not None:
                 copy, source_offset, target_offset = asked
                 started_ns = time.monotonic_ns()
                 self._runtime.copy_to_device(

@@ -20,10 +20,11 @@ import msgspec
 
 from orchestrator.core.events import ArmTaken, Drifted
 from orchestrator.core.fill_choice import BehindCopy, FillBehind, FillChoice
+from orchestrator.core.fixed_costs import FixedCosts
 from orchestrator.core.floor_rule import FloorRule
 from orchestrator.core.fluid_split import BranchCosts, FluidSplit
 from orchestrator.core.planner import FillMode, Split, SplitPlanner
-from orchestrator.core.rate_estimates import MIN_SAMPLE_BYTES, RateEstimates
+from orchestrator.core.rate_estimates import MIN_SAMPLE_BYTES, WINDOW, RateEstimates
 from orchestrator.core.split_rules import make_planner
 from protocol.messages import ExpertKey
 
@@ -33,12 +34,15 @@ if TYPE_CHECKING:
     from orchestrator.core.directory import ExpertDirectory
     from orchestrator.core.events import CoreConfig
     from orchestrator.core.fill_choice import Candidates
+    from orchestrator.core.fixed_costs import FixedCost
     from orchestrator.core.floor_rule import Arm
     from orchestrator.core.policies import EvictionPolicy
     from orchestrator.core.split_rules import Planner
 
 #: Cost of one more row of an expert on the CPU, as a part of its first row's, until calibrated.
 DEFAULT_CPU_ROW_PART = 0.15
+#: Samples that an estimate is the middle of, at most.
+_MAX_WINDOW = 31
 #: A batch of more rows than this computes more than it reads and says nothing about a rate.
 _MAX_SAMPLE_ROWS = 8
 
@@ -62,11 +66,11 @@ class AdaptiveSplit:
         "_choice",
         "_config",
         "_estimates",
+        "_fixed",
         "_floor",
         "_fluid",
         "_is_auto",
         "_is_learning",
-        "_num_behind",
         "_planner",
         "_taken",
         "_yardstick",
@@ -96,6 +100,7 @@ class AdaptiveSplit:
         self._fluid = self._planner if isinstance(self._planner, FluidSplit) else None
         self._behind = FillBehind(config.fill_behind if self._is_auto else "off", base)
         self._estimates: RateEstimates
+        self._fixed: FixedCosts
         self._yardstick: FluidSplit
         self._floor = FloorRule() if self._fluid is not None and self._is_learning else None
         #: What the floor rule wants for the layer-step in progress; None where it has no say.
@@ -133,7 +138,10 @@ class AdaptiveSplit:
 
     def _begin(self, costs: BranchCosts) -> None:
         smallest = min(MIN_SAMPLE_BYTES, self._config.expert_bytes)
-        self._estimates = RateEstimates(costs, min_bytes=smallest)
+        # Times of small experts scatter, and there are many of them.
+        window = min(WINDOW * (MIN_SAMPLE_BYTES // smallest) | 1, _MAX_WINDOW)
+        self._estimates = RateEstimates(costs, min_bytes=smallest, window=window)
+        self._fixed = FixedCosts()
         self._yardstick = FluidSplit(costs)
         if self._floor is not None:
             self._floor.rates_changed()
@@ -251,6 +259,11 @@ class AdaptiveSplit:
         weight = num_experts + costs.cpu_row_part * (sum(rows) - num_experts)
         self._estimates.executed(round(weight * costs.expert_bytes), started_ns, ended_ns)
 
+    def took(self, cost: FixedCost, duration_ns: int) -> None:
+        """One sample of a fixed cost."""
+        if self._is_learning:
+            self._fixed.took(cost, duration_ns)
+
     def joined(self, num_misses: int, took_ns: int) -> None:
         """The layer-step took so long from its routing to the end of its last branch."""
         if self._arm is None or self._floor is None or took_ns <= 0:
@@ -269,8 +282,9 @@ class AdaptiveSplit:
         if self._is_learning:
             before = self._estimates.costs
             news += [Drifted(drift) for drift in self._estimates.settle()]
-            costs = self._estimates.costs
+            costs = self._fixed.improve(self._estimates.costs)
             if costs is not before:
+                self._estimates.set_fixed(costs)
                 self._follow(costs)
             if news and self._floor is not None:
                 self._floor.rates_changed()

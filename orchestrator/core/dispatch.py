@@ -181,6 +181,7 @@ class ExpertDispatch(ExpertPlacement):
         if self._report_plans:
             filled = [*(expert for _, expert in adopted), *work.unfilled]
             commands.append(planned(flight, routed, hits, filled, on_cpu, decision.split))
+        work.was_link_idle = not len(self._background) and not work.copying
         self._fill(work, commands)
         self._execute(work, on_cpu, commands)
         if decision.behind:
@@ -265,6 +266,9 @@ class ExpertDispatch(ExpertPlacement):
         self._note_bytes(copied)
         self._split.filled(copied.num_bytes, copied.started_ns, copied.ended_ns)
         work.ended_ns = max(work.ended_ns, copied.ended_ns)
+        if work.was_link_idle:
+            self._split.took("link_fixed_s", copied.started_ns - work.routed.routed_ns)
+        work.was_link_idle = False
         commands.append(Publish(work.layer, expert, reservation.slot))
         self._run(work, [expert], [reservation.slot], commands)
         return True
@@ -284,6 +288,7 @@ class ExpertDispatch(ExpertPlacement):
         work.num_executed += num_done
         work.num_missing -= num_done
         work.ended_ns = max(work.ended_ns, executed.ended_ns)
+        self._split.took("cpu_fixed_s", executed.started_ns - work.routed.routed_ns)
         self._counters.cpu_bytes += executed.num_bytes
         self._counters.cpu_busy_ns += executed.ended_ns - executed.started_ns
         self._split.executed(

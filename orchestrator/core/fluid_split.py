@@ -68,6 +68,8 @@ class BranchCosts(msgspec.Struct, frozen=True):
     cpu_fixed_s: float = 0.0
     gpu_expert_s: float = 0.0
     cpu_row_part: float = 0.0
+    #: Once per layer-step, before the first fill; `fill_fixed_s` is per fill.
+    link_fixed_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.expert_bytes < 1:
@@ -149,7 +151,7 @@ def predicted_s(
     is done. `link_ahead_bytes` pass the link before the first fill; without fills nobody waits for
     them, but the CPU feels them."""
     link_bytes = num_fills * costs.expert_bytes + link_ahead_bytes
-    link_start_s = num_fills * costs.fill_fixed_s
+    link_start_s = costs.link_fixed_s + num_fills * costs.fill_fixed_s
     link_s, cpu_s = branch_ends_s(
         costs, link_start_s, link_bytes, costs.cpu_fixed_s, cpu_weight * costs.expert_bytes
     )
@@ -173,7 +175,8 @@ def fractional_optimum(costs: BranchCosts, cpu_weight: float, num_misses: int) -
         # x a_P + x S / P = a_C + (m - x) w S / C, both beside each other from the start
         fill_s = costs.fill_fixed_s + costs.expert_bytes / link
         run_s = weight * costs.expert_bytes / cpu
-        balance = (costs.cpu_fixed_s + num_misses * run_s - costs.gpu_expert_s) / (fill_s + run_s)
+        ahead_s = costs.cpu_fixed_s - costs.link_fixed_s - costs.gpu_expert_s
+        balance = (ahead_s + num_misses * run_s) / (fill_s + run_s)
         candidates.append(min(max(balance, 0.0), float(num_misses)))
     best_x, best_s = 0.0, float("inf")
     for x in sorted(candidates):

@@ -45,6 +45,7 @@ class LayerStep:
         "step",
         "unfilled",
         "unplaced",
+        "was_link_idle",
     )
 
     def __init__(self, routed: Routed, num_hits: int) -> None:
@@ -63,6 +64,8 @@ class LayerStep:
         self.unplaced: list[ExpertId] = []
         #: Experts that the CPU runs and that are to be copied too, once it works no more.
         self.behind: list[ExpertId] = []
+        #: Whether the copy that lands first had nothing on the link before it.
+        self.was_link_idle = False
         #: When the last part so far ended; 0 if none has.
         self.ended_ns = 0
 

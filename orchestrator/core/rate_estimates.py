@@ -17,9 +17,12 @@ of them are new.
 
 *Hysteresis.* `costs` follows an estimate once it is off by more than `FOLLOW_PART`, so that noise
 does not rebuild the planner's tables; and a departure by more than `DRIFT_PART` from what was last
-said is reported once, with both numbers. A rate without news of its own moves with the branch's
-other rate when that has changed by more than `TWIN_PART`, to less than half or more than twice:
-what cripples a CPU beside the link cripples it alone as well, and nobody would find out while the
+said is reported once, with both numbers, when three quarters of the samples have departed: samples
+that scatter as widely as that have only become noisy. (Half of them do for a change by more than
+`TWIN_PART`: a branch that slow may not be used again.) A rate without news of its own moves with
+the branch's other rate when that has changed by more than `TWIN_PART`, to less than half or more
+than twice: what cripples a CPU beside the link cripples it alone as well, and nobody would find out
+while the
 planner avoids it. Smaller changes may well concern one of the two alone.
 
 Pure: no clock; times are the stamps that came with the samples.
@@ -84,9 +87,11 @@ class RateEstimates:
 
     __slots__ = ("_costs", "_intervals", "_min_bytes", "_said", "_waiting", "_windows")
 
-    def __init__(self, costs: BranchCosts, *, min_bytes: int = MIN_SAMPLE_BYTES) -> None:
+    def __init__(
+        self, costs: BranchCosts, *, min_bytes: int = MIN_SAMPLE_BYTES, window: int = WINDOW
+    ) -> None:
         """`costs` as calibrated. Experts smaller than `min_bytes` count when they come in batches;
-        for models of small experts state less."""
+        for models of small experts state less, and a longer `window`."""
         self._costs = costs
         self._min_bytes = min_bytes
         self._waiting: dict[Branch, list[_Sample]] = {"link": [], "cpu": []}
@@ -98,7 +103,7 @@ class RateEstimates:
         self._said: dict[tuple[Branch, bool], float] = {}
         for kind, field in _FIELDS.items():
             rate = getattr(costs, field)
-            self._windows[kind] = deque([rate] * WINDOW, maxlen=WINDOW)
+            self._windows[kind] = deque([rate] * window, maxlen=window)
             self._said[kind] = rate
 
     @property
@@ -113,6 +118,10 @@ class RateEstimates:
     def executed(self, num_bytes: int, start_ns: int, end_ns: int) -> None:
         """A CPU batch: bytes of the experts it read."""
         self._take("cpu", _Sample(num_bytes, start_ns, end_ns))
+
+    def set_fixed(self, costs: BranchCosts) -> None:
+        """Take the fixed costs of `costs`, which has the present rates."""
+        self._costs = costs
 
     def settle(self) -> list[Drift]:
         """Take in what has come since the last call; what has drifted, each drift once."""
@@ -154,27 +163,29 @@ class RateEstimates:
 
     def _follow(self, touched: set[tuple[Branch, bool]]) -> list[Drift]:
         changes: dict[str, float] = {}
-        moved: dict[tuple[Branch, bool], float] = {}
         for kind in touched:
             used = getattr(self._costs, _FIELDS[kind])
             estimate = median(self._windows[kind])
             if not _is_off(estimate, used, FOLLOW_PART):
                 continue
             changes[_FIELDS[kind]] = estimate
-            moved[kind] = estimate
             twin = (kind[0], not kind[1])
             if twin not in touched and used > 0 and _is_off(estimate, used, TWIN_PART):
                 other = getattr(self._costs, _FIELDS[twin]) * estimate / used
                 changes[_FIELDS[twin]] = other
                 window = self._windows[twin]
-                window.extend([other] * WINDOW)
+                window.extend([other] * len(window))
         if changes:
             self._costs = msgspec.structs.replace(self._costs, **changes)
         drifts: list[Drift] = []
-        for kind in sorted(moved):
-            if _is_off(moved[kind], self._said[kind], DRIFT_PART):
-                drifts.append(Drift(kind[0], kind[1], self._said[kind], moved[kind]))
-                self._said[kind] = moved[kind]
+        for kind in sorted(touched):
+            said, results = self._said[kind], sorted(self._windows[kind])
+            least, most = results[len(results) // 4], results[-1 - len(results) // 4]
+            now = getattr(self._costs, _FIELDS[kind])
+            has_departed = least > said * (1 + DRIFT_PART) or most * (1 + DRIFT_PART) < said
+            if has_departed or _is_off(now, said, TWIN_PART):
+                drifts.append(Drift(kind[0], kind[1], said, now))
+                self._said[kind] = now
         return drifts
 
 

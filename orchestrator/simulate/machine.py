@@ -66,7 +66,7 @@ class VirtualMachine(Generic[T]):
         ended: list[T] = []
         link_left = float(num_fills * costs.expert_bytes)
         cpu_left = cpu_weight * costs.expert_bytes
-        link_wait_s = num_fills * costs.fill_fixed_s
+        link_wait_s = costs.link_fixed_s + num_fills * costs.fill_fixed_s if num_fills else 0.0
         cpu_wait_s = costs.cpu_fixed_s if cpu_left else 0.0
         gpu_s = costs.gpu_expert_s if num_fills else 0.0
         link_end_s = elapsed_s = 0.0

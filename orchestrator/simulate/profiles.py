@@ -11,6 +11,7 @@ second); everything else has a default:
     cpu_beside_link_gbps = 35.7      # default: max(host_gbps - link_gbps, 0)
     dense_us = 100.0                 # per layer: attention, norms, router, on the GPU
     cpu_dispatch_us = 20.0           # before the CPU's first byte
+    link_dispatch_us = 0.0           # before the link's first byte
     fill_fixed_us = 0.0              # per copy
     gpu_expert_us = 0.0              # per expert, on the GPU
     cpu_row_part = 0.0               # cost of one more row on the CPU, part of the first
@@ -48,6 +49,7 @@ class MachineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fill_fixed_us: float = 0.0
     gpu_expert_us: float = 0.0
     cpu_row_part: float = 0.0
+    link_dispatch_us: float = 0.0
     expert_bytes: int = 13_200_000
 
     def __post_init__(self) -> None:
@@ -77,6 +79,7 @@ class MachineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.cpu_dispatch_us * 1e-6,
             self.gpu_expert_us * 1e-6,
             self.cpu_row_part,
+            self.link_dispatch_us * 1e-6,
         )
 
 

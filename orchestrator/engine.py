@@ -18,17 +18,18 @@ import gc
 import logging
 import os
 import signal
-import sys
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from orchestrator.clients import Client, Clients
 from orchestrator.core.core import Core
 from orchestrator.core.events import (
     ArmTaken,
     CoreEvent,
+    CoreSnapshot,
     Drifted,
     Planned,
     RequestDone,
@@ -37,6 +38,7 @@ from orchestrator.core.events import (
     Withdraw,
     WorkerFault,
 )
+from orchestrator.front import Front, Loaded
 from orchestrator.hub import ADDRESSED, Hub, Worker
 from orchestrator.latency_log import LatencyFold, LogFile, WorkerRecord
 from orchestrator.lifelines import Lifelines
@@ -54,6 +56,7 @@ from orchestrator.set_up import (
 from orchestrator.settings import PipelineSettings, count_slots
 from orchestrator.supervisor import Supervisor
 from orchestrator.text_model import TextModel
+from orchestrator.totals import Totals
 from protocol.channel import RouterChannel
 from protocol.codec import to_orchestrator
 from protocol.errors import EXIT_FAULT, EXIT_OK, ProtocolError, UserError
@@ -62,7 +65,6 @@ from protocol.messages import (
     ClientRequest,
     Generate,
     GetStatus,
-    Rejected,
     Role,
     Status,
     WorkerEvent,
@@ -71,8 +73,6 @@ from protocol.messages import (
 from protocol.run_dir import LockedRunDir
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from expert_store.layout import StoreLayout
 
 log = logging.getLogger("headrace")
@@ -88,38 +88,22 @@ class Ending(msgspec.Struct, frozen=True):
     sentence: str = ""
 
 
-def run_orchestrator(settings: PipelineSettings) -> int:
-    """The whole life of the process. Returns its exit code.
-
-    Raises:
-        UserError: bad input or surroundings.
-    """
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        ending = runner.run(Engine(settings).run())
-    if ending.sentence:
-        print(f"headrace: {ending.sentence}", file=sys.stderr, flush=True)  # noqa: T201
-    return ending.exit_code
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    try:
-        import uvloop
-    except ImportError:  # a platform without it; everything works, a little slower
-        return asyncio.new_event_loop
-    return uvloop.new_event_loop
-
-
 class Engine:
     """One pipeline, from loading to its end."""
 
-    def __init__(self, settings: PipelineSettings) -> None:
+    def __init__(self, settings: PipelineSettings, front: Front | None = None) -> None:
         self._settings = settings
+        self._front = front
+        self._draining: asyncio.Task[None] | None = None
+        self.totals = Totals()
         self._loop: asyncio.AbstractEventLoop
         self._ended: asyncio.Future[Ending]
         self._core: Core | None = None
-        self._book: RequestBook
+        self._clients: Clients
         self._layout: StoreLayout
         self._text_model: TextModel
+        #: What is known once the model is loaded.
+        self.loaded: Loaded | None = None
         self._num_slots = 0
         self._board: ResidencyBoard
         self._channel: RouterChannel[WorkerEvent | ClientRequest]
@@ -143,6 +127,7 @@ class Engine:
             self._watch_signals_and_parent(stack)
             self._channel = RouterChannel(run_dir, to_orchestrator(), self._on_message)
             stack.callback(self._channel.close)
+            self._clients = Clients(self._channel.send, self._num_restarts)
             self._lifelines = Lifelines(run_dir, self._loop, self._on_line_end)
             stack.callback(self._lifelines.close)
             self._hub = Hub(
@@ -154,6 +139,8 @@ class Engine:
                 self._on_worker_change,
             )
             self._channel.start(self._loop)
+            if self._front is not None:
+                await self._front.start(self)
             serving = asyncio.create_task(self._serve(run_dir, stack))
             waits: set[asyncio.Future[Any]] = {serving, self._ended}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -245,7 +232,10 @@ class Engine:
             self._core = Core(config)
         except ValueError as error:
             raise UserError(f"The pipeline cannot run this way: {error}.") from None
-        self._book = RequestBook(self._text_model, self._num_slots, self._layout.total_experts)
+        self._clients.open(
+            RequestBook(self._text_model, self._num_slots, self._layout.total_experts)
+        )
+        self.loaded = Loaded(self._settings, self._text_model, self._layout, self._num_slots)
 
     def _begin_log(self) -> None:
         if self._log_file is None:
@@ -264,7 +254,7 @@ class Engine:
             if self._hub.is_worker(identity):
                 self._channel.count_drop(f"{type(message).__name__} from a worker")
             else:
-                self._on_client(identity, message)
+                self.ask(identity, message)
         else:
             self._hub.handle(identity, message)
 
@@ -306,8 +296,10 @@ class Engine:
                 self._board.carry(command)
         self._fold.event(event)
         commands += self._core.settle()
+        self.totals.event(event, now_ns)
         for command in commands:
             self._fold.command(command, now_ns)
+            self.totals.command(command)
             match command:
                 case Planned():
                     if log.isEnabledFor(logging.DEBUG):
@@ -316,8 +308,7 @@ class Engine:
                             command.step, command.layer, command.split.reason(),
                         )  # fmt: skip
                 case TokenOut():
-                    answer = self._book.token(command)
-                    if answer is not None and not self._channel.send(*answer):
+                    if not self._clients.token(command):
                         self._events.append(Withdraw(command.request))
                 case RequestDone():
                     self._finish(command)
@@ -325,42 +316,44 @@ class Engine:
                     log.info("%s", command)
                 case Stalled():
                     log.warning("%s", command.text)
-                    self._tell_clients(command.text)
+                    self._clients.tell(self.status(command.text))
                 case _:
                     pass
 
     def _finish(self, done: RequestDone) -> None:
-        times = self._fold.end_request(done.request)
-        for answer in self._book.done(done, times, self._num_restarts()):
-            self._channel.send(*answer)
+        self._clients.done(done, self._fold.end_request(done.request))
         if self._log_file is not None:
             self._log_file.flush()
 
     # ---------------------------------------------------------------- clients
 
-    def _on_client(self, identity: bytes, message: ClientRequest) -> None:
+    def ask(self, client: Client, message: ClientRequest) -> None:
+        """Do what a client asks for, inside this process or beyond the socket. What it hears, now
+        and later, goes to it alone."""
         match message:
             case GetStatus():
-                self._channel.send(identity, self._status(self._status_text))
+                self._clients.send(client, self.status())
             case Generate():
-                if self._core is None:
-                    answer = Rejected(message.request, "The model is still loading; try again.")
-                    self._channel.send(identity, answer)
-                    return
-                accepted = self._book.accept(identity, message, self._num_restarts())
-                if isinstance(accepted, Rejected):
-                    self._channel.send(identity, accepted)
-                    return
-                reply, submit = accepted
-                self._channel.send(identity, reply)
-                self._fold.begin_request(submit.request)
-                self._deliver(submit)
+                submit = self._clients.accept(client, message)
+                if submit is not None:
+                    self._fold.begin_request(submit.request)
+                    self._deliver(submit)
             case Cancel():
-                request = self._book.find(identity, message.request)
+                request = self._clients.find(client, message.request)
                 if request is not None:
                     self._deliver(Withdraw(request))
 
-    def _status(self, text: str) -> Status:
+    @property
+    def num_open(self) -> int:
+        """Requests that are not over."""
+        return self._clients.num_open
+
+    def snapshot(self) -> CoreSnapshot | None:
+        """What the core sees now; None while loading."""
+        return None if self._core is None else self._core.snapshot()
+
+    def status(self, text: str | None = None) -> Status:
+        """Who is here and who is missing; `text` in place of what the pipeline is doing."""
         is_supervising = self._settings.is_supervising
         wanted: dict[Role, int] = dict.fromkeys(ROLES, 1)
         if is_supervising:
@@ -374,16 +367,11 @@ class Engine:
         restarts: dict[Role, int] = self._supervisor.num_restarts if self._supervisor else {}
         return Status(
             is_ready,
-            text,
+            self._status_text if text is None else text,
             missing,
             self._hub.statuses(restarts),
             self._channel.num_dropped,
         )
-
-    def _tell_clients(self, text: str) -> None:
-        status = self._status(text)
-        for client in self._book.clients():
-            self._channel.send(client, status)
 
     def _num_restarts(self) -> int:
         if self._supervisor is not None:
@@ -411,17 +399,29 @@ class Engine:
 
     def _watch_signals_and_parent(self, stack: contextlib.ExitStack) -> None:
         for signum in (signal.SIGINT, signal.SIGTERM):
-            self._loop.add_signal_handler(signum, self._end, Ending())
+            self._loop.add_signal_handler(signum, self._on_signal)
             stack.callback(self._loop.remove_signal_handler, signum)
         parent_fd = self._settings.parent_fd
         if parent_fd is not None:
             self._loop.add_reader(parent_fd, self._end, Ending())
             stack.callback(self._loop.remove_reader, parent_fd)
 
+    def _on_signal(self) -> None:
+        """The first asks for an orderly end, in which open requests may finish; the next is meant
+        as said."""
+        if self._front is None or self.loaded is None or self._draining is not None:
+            self._end(Ending())
+            return
+        self._draining = asyncio.create_task(self._front.drain())
+        self._draining.add_done_callback(lambda _: self._end(Ending()))
+
     def _fatal(self, sentence: str, exit_code: int) -> None:
         self._end(Ending(exit_code, sentence))
 
     def _on_loop_fault(self, loop: object, context: dict[str, Any]) -> None:
+        if "transport" in context and isinstance(context.get("exception"), OSError):
+            log.warning("a connection broke: %s", context["exception"])  # a client's, not ours
+            return
         log.error("fault: %s", context.get("message"), exc_info=context.get("exception"))
         self._end(Ending(EXIT_FAULT, "The orchestrator met a fault of its own; see above."))
 
@@ -432,8 +432,11 @@ class Engine:
     async def _shut_down(self, ending: Ending) -> None:
         sentence = ending.sentence or "The orchestrator was told to stop."
         if self._core is not None:
-            for answer in self._book.abandon(sentence, self._num_restarts()):
-                self._channel.send(*answer)
+            self._clients.abandon(sentence)
+        if self._draining is not None:
+            self._draining.cancel()
+        if self._front is not None:
+            await self._front.stop()
         if self._supervisor is not None:
             self._supervisor.announce_stop()
         self._hub.say_goodbye("the orchestrator stops")

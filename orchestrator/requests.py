@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from typing import TYPE_CHECKING
 
 from orchestrator.core.events import RequestCounters, RequestDone, Submit, TokenOut
 from orchestrator.latency_log import WHOLE
@@ -26,6 +27,9 @@ from protocol.messages import (
     SamplingParams,
 )
 
+if TYPE_CHECKING:
+    from orchestrator.clients import Client
+
 _MAX_REQUESTS = 1024
 _MAX_PROMPT_CHARS = 4_000_000
 #: What OpenAI's interface allows, and enough for anybody's report.
@@ -37,7 +41,7 @@ class OpenRequest:
     """One request that is not over."""
 
     def __init__(
-        self, client: bytes, generate: Generate, detokenizer: Detokenizer, num_restarts: int
+        self, client: Client, generate: Generate, detokenizer: Detokenizer, num_restarts: int
     ) -> None:
         self.client = client
         #: The client's own name for it.
@@ -63,8 +67,12 @@ class RequestBook:
         self._open: dict[RequestId, OpenRequest] = {}
         self._next = 1
 
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
     def accept(
-        self, client: bytes, generate: Generate, num_restarts: int
+        self, client: Client, generate: Generate, num_restarts: int
     ) -> tuple[Accepted, Submit] | Rejected:
         """Check and tokenise a request."""
         sentence = self._why_rejected(client, generate)
@@ -91,18 +99,18 @@ class RequestBook:
         )
         return Accepted(generate.request, len(tokens)), submit
 
-    def find(self, client: bytes, name: RequestId) -> RequestId | None:
+    def find(self, client: Client, name: RequestId) -> RequestId | None:
         """Our id of a client's request."""
         for request, opened in self._open.items():
             if opened.client == client and opened.name == name:
                 return request
         return None
 
-    def clients(self) -> list[bytes]:
+    def clients(self) -> list[Client]:
         """Everyone who waits for tokens."""
         return list({opened.client for opened in self._open.values()})
 
-    def token(self, out: TokenOut) -> tuple[bytes, Generated] | None:
+    def token(self, out: TokenOut) -> tuple[Client, Generated] | None:
         """A new token: the message for the client."""
         opened = self._open.get(out.request)
         if opened is None:
@@ -121,12 +129,12 @@ class RequestBook:
 
     def done(
         self, done: RequestDone, times: StageTimes, num_restarts: int, sentence: str = ""
-    ) -> list[tuple[bytes, Generated | Finished]]:
+    ) -> list[tuple[Client, Generated | Finished]]:
         """The last messages of a request."""
         opened = self._open.pop(done.request, None)
         if opened is None:
             return []
-        messages: list[tuple[bytes, Generated | Finished]] = []
+        messages: list[tuple[Client, Generated | Finished]] = []
         rest = opened.detokenizer.finish()
         if rest:
             opened.pieces.append(rest)
@@ -135,7 +143,9 @@ class RequestBook:
         finished = Finished(opened.name, done.reason, stats, "".join(opened.pieces), sentence)
         return [*messages, (opened.client, finished)]
 
-    def abandon(self, sentence: str, num_restarts: int) -> list[tuple[bytes, Generated | Finished]]:
+    def abandon(
+        self, sentence: str, num_restarts: int
+    ) -> list[tuple[Client, Generated | Finished]]:
         """The pipeline ends: last messages of all that are still open."""
         reason: FinishReason = "error"
         messages = []
@@ -181,7 +191,7 @@ class RequestBook:
             logits_digest=opened.digest,
         )
 
-    def _why_rejected(self, client: bytes, generate: Generate) -> str | None:
+    def _why_rejected(self, client: Client, generate: Generate) -> str | None:
         if len(self._open) >= _MAX_REQUESTS:
             return f"{_MAX_REQUESTS} requests are open already; try again later."
         if self.find(client, generate.request) is not None:

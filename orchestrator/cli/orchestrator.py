@@ -52,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code; raises UserError."""
-    from orchestrator.engine import run_orchestrator
+    from orchestrator.process import run_orchestrator
     from protocol.logs import set_up_logging
     from protocol.run_dir import default_run_dir
 

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add_max_isa(parser)
     options = parser.parse_args(argv)
-    set_up_logging("cpu_worker", options.log_level)
+    set_up_logging("cpu_worker", options.log_level, options.log_format)
     try:
         # Before anything starts a thread: cpus and memory policy are per thread, and inherited.
         binding = bind_node(options.numa_node)

@@ -29,7 +29,7 @@ node that the GPU hangs on:
 def main(argv: list[str] | None = None) -> int:
     """Run the worker; returns its exit code."""
     options = worker_parser(PROG, _DESCRIPTION, _EPILOG, os.environ).parse_args(argv)
-    set_up_logging("dma_worker", options.log_level)
+    set_up_logging("dma_worker", options.log_level, options.log_format)
     return run_worker("dma_worker", options.run_dir, options.wait, Capabilities, serve)
 
 

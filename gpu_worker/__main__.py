@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         "was started)",
     )
     arguments = parser.parse_args(argv)
-    set_up_logging("gpu_worker", arguments.log_level)
+    set_up_logging("gpu_worker", arguments.log_level, arguments.log_format)
     # Where what is compiled is kept for the next start.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "headrace" / "inductor"))

@@ -23,6 +23,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HERE = Path(__file__).resolve().parent
+CHAT_TEMPLATE = HERE / "demo_chat.jinja"
 END = "<|endoftext|>"
 END_ID = 0
 """The trainer of the tokenizer numbers its special tokens first."""
@@ -160,6 +162,7 @@ def export(model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     config["num_experts"] = config.pop("num_local_experts", model.config.num_experts)
     for name, content in (("tokenizer_config.json", settings), ("config.json", config)):
         (out / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    shutil.copyfile(CHAT_TEMPLATE, out / "chat_template.jinja")
     for path in out.iterdir():
         path.chmod(0o644)
 

@@ -54,6 +54,7 @@ from orchestrator.set_up import (
     worker_setup,
 )
 from orchestrator.settings import PipelineSettings, count_slots
+from orchestrator.standing import status_of
 from orchestrator.supervisor import Supervisor
 from orchestrator.text_model import TextModel
 from orchestrator.totals import Totals
@@ -77,7 +78,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headrace")
 
-ROLES: tuple[Role, ...] = ("gpu_worker", "dma_worker", "cpu_worker")
 _TICK_S = 1.0
 
 
@@ -92,7 +92,7 @@ class Engine:
     """One pipeline, from loading to its end."""
 
     def __init__(self, settings: PipelineSettings, front: Front | None = None) -> None:
-        self._settings = settings
+        self.settings = settings
         self._front = front
         self._draining: asyncio.Task[None] | None = None
         self.totals = Totals()
@@ -122,12 +122,12 @@ class Engine:
         self._ended = self._loop.create_future()
         self._loop.set_exception_handler(self._on_loop_fault)
         with contextlib.ExitStack() as stack:
-            run_dir = LockedRunDir(self._settings.run_dir)
+            run_dir = LockedRunDir(self.settings.run_dir)
             stack.callback(run_dir.close)
             self._watch_signals_and_parent(stack)
             self._channel = RouterChannel(run_dir, to_orchestrator(), self._on_message)
             stack.callback(self._channel.close)
-            self._clients = Clients(self._channel.send, self._num_restarts)
+            self._clients = Clients(self._channel.send, lambda: sum(self.num_restarts().values()))
             self._lifelines = Lifelines(run_dir, self._loop, self._on_line_end)
             stack.callback(self._lifelines.close)
             self._hub = Hub(
@@ -166,10 +166,10 @@ class Engine:
     # ---------------------------------------------------------------- start
 
     async def _serve(self, run_dir: LockedRunDir, stack: contextlib.ExitStack) -> None:
-        settings = self._settings
+        settings = self.settings
         check_settings(settings)
         self._text_model = TextModel.load(settings.model_dir, settings.max_context)
-        settings = self._settings = msgspec.structs.replace(
+        settings = self.settings = msgspec.structs.replace(
             settings, max_rows=self._text_model.rows_per_step(settings.max_rows)
         )
         if not settings.is_supervising:
@@ -194,7 +194,7 @@ class Engine:
                     self._supervisor = Supervisor(
                         settings.num_cpu_workers,
                         run_dir,
-                        settings.log_level,
+                        settings.log_flags,
                         self._hub.last_words,
                         self._fatal,
                     )
@@ -225,9 +225,7 @@ class Engine:
                 self._log_file.flush()
 
     def _make_core(self) -> None:
-        config = core_config(
-            self._settings, self._layout, self._num_slots, self._text_model.context
-        )
+        config = core_config(self.settings, self._layout, self._num_slots, self._text_model.context)
         try:
             self._core = Core(config)
         except ValueError as error:
@@ -235,7 +233,7 @@ class Engine:
         self._clients.open(
             RequestBook(self._text_model, self._num_slots, self._layout.total_experts)
         )
-        self.loaded = Loaded(self._settings, self._text_model, self._layout, self._num_slots)
+        self.loaded = Loaded(self.settings, self._text_model, self._layout, self._num_slots)
 
     def _begin_log(self) -> None:
         if self._log_file is None:
@@ -245,7 +243,7 @@ class Engine:
 
     def _setup_for(self, role: Role) -> WorkerSetup:
         context = self._text_model.context
-        return worker_setup(self._settings, self._layout, self._num_slots, context, role)
+        return worker_setup(self.settings, self._layout, self._num_slots, context, role)
 
     # ---------------------------------------------------------------- the path while serving
 
@@ -354,29 +352,22 @@ class Engine:
 
     def status(self, text: str | None = None) -> Status:
         """Who is here and who is missing; `text` in place of what the pipeline is doing."""
-        is_supervising = self._settings.is_supervising
-        wanted: dict[Role, int] = dict.fromkeys(ROLES, 1)
-        if is_supervising:
-            wanted["cpu_worker"] = self._settings.num_cpu_workers
-        missing: list[str] = [role for role in ROLES if self._hub.num_ready(role) < wanted[role]]
-        # By hand, a person may well want to do without one of the two branches.
-        has_branch = "dma_worker" not in missing or "cpu_worker" not in missing
-        is_ready = not missing if is_supervising else "gpu_worker" not in missing and has_branch
-        if missing and text == "serving":
-            text = f"serving without {' and '.join(missing)}"
-        restarts: dict[Role, int] = self._supervisor.num_restarts if self._supervisor else {}
-        return Status(
-            is_ready,
+        return status_of(
+            self.settings,
+            self._hub,
             self._status_text if text is None else text,
-            missing,
-            self._hub.statuses(restarts),
+            self.num_restarts(),
             self._channel.num_dropped,
         )
 
-    def _num_restarts(self) -> int:
-        if self._supervisor is not None:
-            return self._supervisor.num_all_restarts
-        return self._hub.num_replaced
+    def num_restarts(self) -> dict[Role, int]:
+        """Workers that took the place of a lost one, by role."""
+        return self._supervisor.num_restarts if self._supervisor else self._hub.num_replaced
+
+    def replace_worker(self, pid: int) -> bool:
+        """Kill the worker of this process, so that another takes its place; False: there is none.
+        The pipeline must be supervised, or somebody must start the other."""
+        return self._hub.kill(pid)
 
     # ---------------------------------------------------------------- workers
 
@@ -401,7 +392,7 @@ class Engine:
         for signum in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(signum, self._on_signal)
             stack.callback(self._loop.remove_signal_handler, signum)
-        parent_fd = self._settings.parent_fd
+        parent_fd = self.settings.parent_fd
         if parent_fd is not None:
             self._loop.add_reader(parent_fd, self._end, Ending())
             stack.callback(self._loop.remove_reader, parent_fd)

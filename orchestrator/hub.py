@@ -47,7 +47,7 @@ from protocol.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from orchestrator.lifelines import Lifelines, Line
 
@@ -125,8 +125,8 @@ class Hub:
         self._by_token: dict[str, Worker] = {}
         self._next_epoch = 1
         self._num_to_replace: dict[Role, int] = {}
-        #: Workers that took the place of a lost one.
-        self.num_replaced = 0
+        #: Workers that took the place of a lost one, by role.
+        self.num_replaced: dict[Role, int] = {}
         self.progress_text = ""
         #: Why workers failed, by pid, the latest last.
         self._last_words: dict[int, str] = {}
@@ -196,7 +196,7 @@ class Hub:
         self._by_identity[identity] = self._by_epoch[epoch] = self._by_token[line.token] = worker
         if self._num_to_replace.get(worker.role):
             self._num_to_replace[worker.role] -= 1
-            self.num_replaced += 1
+            self.num_replaced[worker.role] = self.num_replaced.get(worker.role, 0) + 1
         log.info("%s joins: %s", worker, hello.capabilities)
         self._send(identity, Welcome(epoch, self._setup_for(worker.role)))
 
@@ -321,11 +321,20 @@ class Hub:
     def num_ready(self, role: Role) -> int:
         return sum(worker.role == role and worker.is_ready for worker in self._by_epoch.values())
 
+    def kill(self, pid: int) -> bool:
+        """End a worker's process because somebody wishes it; False when there is none of that
+        number. It is lost, and replaced, like any other that dies."""
+        for worker in self._by_epoch.values():
+            if worker.line.pid == pid:
+                self.condemn(worker.epoch, "is to be replaced")
+                return True
+        return False
+
     def last_words(self, pid: int) -> str:
         """What the worker of process `pid` said before it failed; "" when it said nothing."""
         return self._last_words.pop(pid, "")
 
-    def statuses(self, num_restarts: dict[Role, int]) -> list[WorkerStatus]:
+    def statuses(self, num_restarts: Mapping[Role, int]) -> list[WorkerStatus]:
         return [
             WorkerStatus(
                 worker.role,

@@ -55,6 +55,12 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Read end of a pipe whose other end the parent holds: its end ends the pipeline.
     parent_fd: int | None = None
     log_level: str = "warning"
+    log_format: str = "text"
+
+    @property
+    def log_flags(self) -> list[str]:
+        """How workers are told to log."""
+        return ["--log-level", self.log_level, "--log-format", self.log_format]
 
     @property
     def host_bytes_per_s(self) -> float | None:

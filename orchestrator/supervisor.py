@@ -47,13 +47,14 @@ class Supervisor:
         self,
         num_cpu_workers: int,
         run_dir: RunDir,
-        log_level: str,
+        log_flags: list[str],
         last_words: Callable[[int], str],
         on_fatal: Callable[[str, int], None],
     ) -> None:
-        self._roles: list[Role] = ["gpu_worker", "dma_worker"] + ["cpu_worker"] * num_cpu_workers
+        self._roles: list[Role] = ["gpu_worker", "dma_worker"]
+        self._roles += ["cpu_worker"] * num_cpu_workers
         self._run_dir = run_dir
-        self._log_level = log_level
+        self._log_flags = log_flags
         self._last_words = last_words
         self._on_fatal = on_fatal
         self._stopping = asyncio.Event()
@@ -61,10 +62,6 @@ class Supervisor:
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._ready_pids: set[int] = set()
         self.num_restarts: dict[Role, int] = {}
-
-    @property
-    def num_all_restarts(self) -> int:
-        return sum(self.num_restarts.values())
 
     def start(self) -> None:
         """Start all workers in the running loop."""
@@ -87,8 +84,7 @@ class Supervisor:
                     role,
                     "--run-dir",
                     str(self._run_dir.path),
-                    "--log-level",
-                    self._log_level,
+                    *self._log_flags,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
                     start_new_session=True,  # a Ctrl-C at the terminal is the orchestrator's

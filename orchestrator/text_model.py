@@ -9,6 +9,7 @@ its neighbour, so a piece is the growth of a decoded window that begins a few to
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -116,8 +117,26 @@ class TextModel:
                 )
         return None
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of a text. A chat template writes special tokens itself: then none are added."""
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def entry(self, token: int) -> str | None:
+        """How the vocabulary writes a token; None where it has none of this number."""
+        entry: str | None = self._tokenizer.id_to_token(token)
+        return entry
+
+    @cached_property
+    def is_byte_level(self) -> bool:
+        """Whether the vocabulary writes bytes as printable stand-ins, as GPT-2's does."""
+        decoder = json.loads(self.tokenizer_json).get("decoder") or {}
+        parts = [decoder, *decoder.get("decoders", ())]
+        return any(part.get("type") == "ByteLevel" for part in parts)
+
+    @property
+    def tokenizer_json(self) -> str:
+        """The tokenizer as the `tokenizers` package writes it."""
+        return str(self._tokenizer.to_str())
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from protocol.errors import EXIT_USER_ERROR
+from protocol.logs import LOG_FORMATS
 from protocol.run_dir import default_run_dir
 
 if TYPE_CHECKING:
@@ -57,6 +58,12 @@ def worker_parser(
         choices=LOG_LEVELS,
         default="info",
         help="least level of the lines written to stderr (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--log-format",
+        choices=LOG_FORMATS,
+        default="text",
+        help="lines for people, or one JSON object per line (default: %(default)s)",
     )
     return parser
 

@@ -43,6 +43,9 @@ Two ways to run it:
 #: Commands of this package, each a module with `add_parser(subparsers)`: word -> what it is for.
 _COMMANDS = {
     "generate": "continue a prompt, with a pipeline of its own or with one that runs",
+    "serve": "answer HTTP as OpenAI's interface does, with a pipeline of its own",
+    "chat": "talk to a server in the terminal",
+    "top": "watch a server: tokens, hits, bandwidths, workers",
     "orchestrator": "load a model and direct the workers that join",
     "status": "who is there, and what is a running pipeline doing",
     "latency": "where the time of a run went, from its latency log",

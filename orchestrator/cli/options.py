@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from protocol.logs import LOG_FORMATS
 from protocol.worker_flags import LOG_LEVELS, number
 
 if TYPE_CHECKING:
@@ -49,6 +50,14 @@ def add_log_level(parser: argparse.ArgumentParser) -> None:
         "--log-level",
         choices=LOG_LEVELS,
         help="least level of the lines written to stderr (default: warning)",
+    )
+
+
+def add_log_format(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log-format",
+        choices=LOG_FORMATS,
+        help="lines for people, or one JSON object per line (default: text)",
     )
 
 

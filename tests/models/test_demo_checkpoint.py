@@ -91,6 +91,8 @@ def test_config_meets_the_requirements() -> None:
 def test_directory_is_complete_and_small() -> None:
     for name in ("generation_config.json", "tokenizer_config.json", "README.md"):
         assert (DEMO / name).stat().st_size > 0
+    template = (DEMO / "chat_template.jinja").read_text()
+    assert template == (DEMO.parent / "demo_chat.jinja").read_text()
     weights = list(DEMO.glob("*.safetensors"))
     assert [path.name for path in weights] == ["model.safetensors"]
     assert weights[0].stat().st_size <= 40_000_000

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from expert_kernels.dequantising import torch_expert_function
 from expert_kernels.native_library import (
     NativeLibraryError,
     Step,
@@ -66,7 +67,7 @@ def make_expert_function(
     """
     global _is_slowness_told
     if max_isa == "torch":
-        return ExpertFunction(layout)
+        return torch_expert_function(layout)
     try:
         return NativeExpertFunction(layout, max_isa=max_isa, num_threads=num_threads)
     except NativeLibraryError as error:
@@ -77,7 +78,7 @@ def make_expert_function(
                 "cannot be used, %s",
                 error,
             )
-        return ExpertFunction(layout)
+        return torch_expert_function(layout)
 
 
 class NativeExpertFunction(ExpertFunction):

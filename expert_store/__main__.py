@@ -1,7 +1,10 @@
 """The loader process.
 
-    python -m expert_store inspect --model DIR [--dtype auto]        what a load would do
-    python -m expert_store load --model DIR [--dtype auto] --fd N    load into an inherited memfd
+    python -m expert_store inspect --model DIR [options]        what a load would do
+    python -m expert_store load --model DIR [options] --fd N    load into an inherited memfd
+
+    --dtype auto|float32|...    type of the model's floats
+    --expert-dtype auto|int4|...  how experts are stored (`expert_store.expert_dtype`)
 
 Standard output carries reports (`expert_store.reports`), one JSON object per line. Bad input
 is one ``error`` report and exit code 2. File headers are checked before torch and transformers are
@@ -16,6 +19,8 @@ import sys
 from pathlib import Path
 
 from expert_store.checkpoint import open_checkpoint
+from expert_store.expert_dtype import parse_expert_dtype
+from expert_store.packed import gather_packed
 from expert_store.reports import Failure, Progress, Report, encode_report
 from protocol.errors import EXIT_FAULT, EXIT_OK, EXIT_USER_ERROR, UserError
 
@@ -29,6 +34,7 @@ def main(arguments: list[str]) -> int:
         command.add_argument(
             "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto"
         )
+        command.add_argument("--expert-dtype", default="auto", metavar="NAME")
         if name == "load":
             command.add_argument("--fd", type=int, required=True, help="empty memfd to load into")
     options = parser.parse_args(arguments)
@@ -40,7 +46,8 @@ def main(arguments: list[str]) -> int:
         reports.write(encode_report(what))
 
     try:
-        checkpoint = open_checkpoint(options.model)
+        parse_expert_dtype(options.expert_dtype)
+        checkpoint = gather_packed(open_checkpoint(options.model))
         if options.command == "load":  # the files are whole: who waits for the store may get ready
             report(Progress(0, checkpoint.data_bytes, f"loading {checkpoint.name}"))
         # Imported here: they bring torch and transformers, seconds that a bad file need not cost.
@@ -50,7 +57,7 @@ def main(arguments: list[str]) -> int:
 
         # The loader's own threads share the cores; torch's beside them would only get in their way.
         torch.set_num_threads(1)
-        plan = Plan(checkpoint, options.dtype)
+        plan = Plan(checkpoint, options.dtype, options.expert_dtype)
         report(
             plan.inspection() if options.command == "inspect" else load(plan, options.fd, report)
         )

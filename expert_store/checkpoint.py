@@ -103,7 +103,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def read_config(directory: Path) -> tuple[dict[str, Any], bytes]:
-    """config.json as an object, and its bytes. Raises CheckpointError; refuses quantised models."""
+    """config.json as an object, and its bytes. Raises CheckpointError."""
     if not directory.exists():
         raise CheckpointError(f"{directory}: no such directory; give the path of a local model")
     if not directory.is_dir():
@@ -120,14 +120,6 @@ def read_config(directory: Path) -> tuple[dict[str, Any], bytes]:
         raise CheckpointError(
             f"{path}: names no model_type, so its architecture is unknown; complete the file"
         )
-    for part in (config, config.get("text_config")):
-        quantization = part.get("quantization_config") if isinstance(part, dict) else None
-        if quantization:
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-            raise CheckpointError(
-                f"{path}: the model is quantised ({method or 'unknown method'}), which is not"
-                " supported yet; use a float32, bfloat16 or float16 checkpoint"
-            )
     return config, raw
 
 

@@ -24,7 +24,9 @@ from transformers.core_model_loading import (
 
 from expert_store.checkpoint import Checkpoint, CheckpointError, TensorEntry
 from expert_store.layout import ITEM_BYTES, StoreLayout
+from expert_store.packed import PackedTensor
 from expert_store.reading import TORCH_DTYPE, Copy, SourceFiles
+from expert_store.unpacking import read_floats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,13 +54,13 @@ def direct_copies(
 
     if parameter.converter is None:
         (source,) = next(iter(parameter.sources.values()))
-        _require_shape(source, (num_experts, *tensor.shape), parameter, checkpoint)
+        require_shape(source, (num_experts, *tensor.shape), parameter, checkpoint)
         slice_bytes = source.num_bytes // num_experts
         return [
             Copy(source, expert * slice_bytes, slice_bytes, place(expert, 0), parameter.path)
             for expert in range(num_experts)
         ]
-    if not _stacks(parameter.converter.operations):
+    if not stacks(parameter.converter.operations):
         return None
     groups = [parameter.sources[pattern] for pattern in parameter.converter.source_patterns]
     if any(len(group) != num_experts for group in groups):
@@ -68,7 +70,7 @@ def direct_copies(
     for expert in range(num_experts):
         parts = [group[expert] for group in groups]
         for part in parts:
-            _require_shape(part, (rows // len(parts), *others), parameter, checkpoint)
+            require_shape(part, (rows // len(parts), *others), parameter, checkpoint)
         skip_elements = 0
         for part in parts:
             copies.append(
@@ -104,7 +106,7 @@ def converted_experts(
             selected = group[begin:end] if one_by_one else group
             rows = (begin, end) if fused and not one_by_one and len(steps) > 1 else None
             for source in selected:
-                value = _read(source, rows, files)
+                value = read_tensor(source, rows, files)
                 converter.add_tensor(parameter.path, source.name, pattern, value)
         try:
             results = converter.convert(
@@ -130,8 +132,8 @@ def converted_experts(
                 yield path, expert, result[expert - begin], example
 
 
-def _stacks(operations: list[Any]) -> bool:
-    """Stack experts, perhaps then concatenate along the stacked tensors' first dimension."""
+def stacks(operations: list[Any]) -> bool:
+    """True for: stack experts, perhaps then concatenate along their tensors' first dimension."""
     match operations:
         case [MergeModulelist(dim=0)] | [MergeModulelist(dim=0), Concatenate(dim=1)]:
             return True
@@ -150,7 +152,18 @@ def _is_per_expert(operations: list[Any]) -> bool:
     return True
 
 
-def _read(source: TensorEntry, rows: tuple[int, int] | None, files: SourceFiles) -> torch.Tensor:
+def read_tensor(
+    source: TensorEntry, rows: tuple[int, int] | None, files: SourceFiles
+) -> torch.Tensor:
+    """A tensor, or the given range of its first dimension; a quantised one as float32.
+
+    Raises CheckpointError: not readable, or values that are not finite.
+    """
+    if isinstance(source, PackedTensor):
+        if rows is None and len(source.shape) == 2:
+            return torch.from_numpy(read_floats(source, files))
+        experts = range(*(rows or (0, source.shape[0])))
+        return torch.stack([torch.from_numpy(read_floats(source, files, e)) for e in experts])
     shape = source.shape if rows is None else (rows[1] - rows[0], *source.shape[1:])
     row_bytes = source.num_bytes // source.shape[0] if source.shape else source.num_bytes
     num_bytes = source.num_bytes if rows is None else (rows[1] - rows[0]) * row_bytes
@@ -160,12 +173,13 @@ def _read(source: TensorEntry, rows: tuple[int, int] | None, files: SourceFiles)
     return torch.from_numpy(raw).view(TORCH_DTYPE[source.dtype]).reshape(shape)
 
 
-def _require_shape(
+def require_shape(
     source: TensorEntry,
     expected: tuple[int, ...],
     parameter: ExpertParameter,
     checkpoint: Checkpoint,
 ) -> None:
+    """Raises CheckpointError when a source has another shape."""
     if source.shape != expected:
         raise CheckpointError(
             f"{checkpoint.directory / source.file_name}: tensor {source.name} has shape"

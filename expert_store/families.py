@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
+from msgspec import structs
 from torch import nn
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -24,11 +25,13 @@ from transformers.utils import logging as transformers_logging
 
 from expert_store.gates import UnsupportedModelError, derive_form, is_experts, prove_form
 from expert_store.layout import ITEM_BYTES, Dtype, ExpertForm, StoreLayout, make_layout
+from expert_store.packed import PACKED_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from expert_store.checkpoint import Checkpoint
+    from expert_store.formats import WeightFormat
 
 SAFETENSORS_DTYPE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -158,6 +161,8 @@ def choose_dtype(shape: ModelShape, checkpoint: Checkpoint, wanted: str) -> Dtyp
         else:
             sizes: dict[str, int] = {}
             for tensor in checkpoint.tensors.values():
+                if tensor.dtype == PACKED_DTYPE:
+                    continue
                 sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
             wanted = max(sizes, key=lambda dtype: sizes[dtype], default="F32")
             wanted = SAFETENSORS_DTYPE.get(wanted, wanted)
@@ -170,13 +175,19 @@ def choose_dtype(shape: ModelShape, checkpoint: Checkpoint, wanted: str) -> Dtyp
     )
 
 
-def store_layout(shape: ModelShape, checkpoint: Checkpoint, dtype: Dtype) -> StoreLayout:
-    """Where each expert will lie."""
+def store_layout(
+    shape: ModelShape, checkpoint: Checkpoint, dtype: Dtype, weights: WeightFormat | None = None
+) -> StoreLayout:
+    """Where each expert will lie; `weights` None: row-major in ``dtype``, as the model has it."""
+    form = shape.form
+    if weights is not None:
+        form = structs.replace(form, is_transposed=False, is_interleaved=False)
     return make_layout(
         model_name=checkpoint.name,
         checkpoint_fingerprint=checkpoint.fingerprint,
-        form=shape.form,
+        form=form,
         dtype=dtype,
+        weights=weights,
         model_layer_ids=tuple(module.model_layer_id for module in shape.experts),
         num_experts=tuple(module.num_experts for module in shape.experts),
         top_k=shape.top_k,

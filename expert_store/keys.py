@@ -21,6 +21,7 @@ from transformers.core_model_loading import (
 )
 
 from expert_store.checkpoint import Checkpoint, CheckpointError, TensorEntry
+from expert_store.packed import PackedTensor
 
 if TYPE_CHECKING:
     from expert_store.families import ModelShape
@@ -129,11 +130,11 @@ def _check_shape(
 
 
 def _require_float(entry: TensorEntry, checkpoint: Checkpoint) -> None:
-    if entry.dtype not in _FLOAT_DTYPES:
+    if entry.dtype not in _FLOAT_DTYPES and not isinstance(entry, PackedTensor):
         raise CheckpointError(
             f"{checkpoint.directory / entry.file_name}: tensor {entry.name} has dtype"
-            f" {entry.dtype} where F32, BF16 or F16 is expected; quantised experts are not"
-            " supported yet"
+            f" {entry.dtype} where F32, BF16 or F16, or a quantised weight with its scales beside"
+            " it, is expected; take another checkpoint of this model"
         )
 
 
@@ -142,11 +143,16 @@ def _refuse_leftover(key: str, target: str, shape: ModelShape, checkpoint: Check
     for module in shape.experts:
         for name in (key, target):
             if name.startswith(f"{module.path}."):
-                file_name = checkpoint.tensors[key].file_name
+                entry = checkpoint.tensors[key]
+                what = (
+                    "; config.json and weights belong to different models"
+                    if entry.dtype in _FLOAT_DTYPES
+                    else f" ({entry.dtype} {list(entry.shape)}, which looks quantised in a way that"
+                    " config.json does not state); take another checkpoint of this model"
+                )
                 raise CheckpointError(
-                    f"{checkpoint.directory / file_name}: tensor {key} belongs to the experts of"
-                    f" {module.path} but the model has no place for it; config.json and weights"
-                    " belong to different models"
+                    f"{checkpoint.directory / entry.file_name}: tensor {key} belongs to the experts"
+                    f" of {module.path} but the model has no place for it{what}"
                 )
 
 

@@ -15,10 +15,24 @@ import os
 import threading
 import time
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from operator import attrgetter
 from typing import TYPE_CHECKING
+
+import torch
 
 from expert_store.checkpoint import Checkpoint, CheckpointError
 from expert_store.conversion import converted_experts, direct_copies
+from expert_store.expert_dtype import rows_dtype
+from expert_store.expert_matrices import (
+    MatrixJob,
+    Part,
+    QuantisedWriter,
+    as_model_has_it,
+    concatenated_bias,
+    matrix_jobs,
+    oriented,
+    parts_of,
+)
 from expert_store.families import (
     ModelShape,
     choose_dtype,
@@ -27,9 +41,11 @@ from expert_store.families import (
     read_model_shape,
     store_layout,
 )
+from expert_store.kept_formats import choose_weights, packed_sources
 from expert_store.keys import ExpertParameter, KeyMap, map_keys
 from expert_store.layout import Dtype, StoreLayout, encode_header
 from expert_store.memory import WORKING_BYTES, memory_room, require_memory
+from expert_store.packed import gather_packed
 from expert_store.reading import (
     PIECE_BYTES,
     TORCH_DTYPE,
@@ -38,13 +54,20 @@ from expert_store.reading import (
     SourceFiles,
     write_all,
 )
-from expert_store.reports import Inspection, Loaded, Progress
+from expert_store.reports import Inspection, Loaded, Progress, QuantisationErrors
 from expert_store.segment import size_segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import numpy as np
+    import numpy.typing as npt
+
+    from expert_store.checkpoint import TensorEntry
+    from expert_store.layout import TensorName
+
 NUM_THREADS = 2
+_MAX_THREADS = 16  # of quantising
 _SPAN_BYTES = 32 * 1024 * 1024  # what a thread takes at a time: long enough to read ahead
 _PROGRESS_S = 0.2
 
@@ -52,33 +75,66 @@ _PROGRESS_S = 0.2
 class Plan:
     """What a load will do: made from headers alone, so it is also what `inspect` tells."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self, checkpoint: Checkpoint, dtype: str, expert_dtype: str = "auto") -> None:
+        self.checkpoint = checkpoint = gather_packed(checkpoint)
         self.shape: ModelShape = read_model_shape(checkpoint)
         self.keys: KeyMap = map_keys(self.shape, checkpoint)
-        self.dtype: Dtype = choose_dtype(self.shape, checkpoint, dtype)
-        self.layout: StoreLayout = store_layout(self.shape, checkpoint, self.dtype)
+        wanted = rows_dtype(dtype, expert_dtype)
+        self.dtype: Dtype = choose_dtype(self.shape, checkpoint, wanted)
+        weights = choose_weights(self.keys, checkpoint, expert_dtype)
+        self.layout: StoreLayout = store_layout(self.shape, checkpoint, self.dtype, weights)
         self.dense_bytes = dense_bytes(self.shape, self.dtype)
         self.copies: list[Copy] = []
+        self.jobs: list[MatrixJob] = []
         self.conversions: list[ExpertParameter] = []
         for parameter in self.keys.experts:
-            if not parameter.sources:
-                continue  # a further target of another parameter's converter
-            copies = direct_copies(parameter, self.layout, checkpoint)
-            if copies is None:
-                self.conversions.append(parameter)
-            else:
-                self.copies += copies
+            if parameter.sources:  # else a further target of another parameter's converter
+                self._place(parameter, keeps_values=expert_dtype == "auto")
         for name in self.keys.dense:
             entry = checkpoint.tensors[name]
             if entry.dtype in TORCH_DTYPE:
                 self.copies.append(Copy(entry, 0, entry.num_bytes, None, self.keys.dense[name]))
-        self.total_bytes = sum(copy.num_bytes for copy in self.copies) + sum(
-            source.num_bytes
-            for parameter in self.conversions
-            for group in parameter.sources.values()
-            for source in group
+        self.total_bytes = (
+            sum(copy.num_bytes for copy in self.copies)
+            + sum(job.num_bytes for job in self.jobs)
+            + sum(
+                source.num_bytes
+                for parameter in self.conversions
+                for group in parameter.sources.values()
+                for source in group
+            )
         )
+
+    def turns_bias(self, name: TensorName) -> bool:
+        """Quantised stores have gates and ups apart, whatever order the model has them in."""
+        is_interleaved = self.shape.form.is_interleaved and self.layout.weights is not None
+        return name == "gate_up_bias" and is_interleaved
+
+    def _place(self, parameter: ExpertParameter, *, keeps_values: bool) -> None:
+        """Choose how the parameter gets into its blocks: bytes copied, one expert after the other
+        made anew, or a converter of transformers'."""
+        checkpoint, num_experts = self.checkpoint, self.layout.num_experts[parameter.layer]
+        packed = packed_sources(parameter)
+        is_coded = self.layout.weights is not None and not parameter.name.endswith("bias")
+        is_turned = self.turns_bias(parameter.name)
+        if is_coded or packed or is_turned:
+            jobs = matrix_jobs(parameter, self.shape, checkpoint, num_experts)
+            if jobs is not None:
+                self.jobs += jobs
+                return
+            if packed and keeps_values:
+                raise CheckpointError(
+                    f"{checkpoint.directory / packed[0].file_name}: tensors like {packed[0].name},"
+                    f" quantised ({packed[0].kind}), would have to be rearranged by value to make"
+                    f" {parameter.path}; say --expert-dtype bf16, or a format, to have them"
+                    " converted"
+                )
+        else:
+            copies = direct_copies(parameter, self.layout, checkpoint)
+            if copies is not None:
+                self.copies += copies
+                return
+        self.conversions.append(parameter)
 
     def inspection(self) -> Inspection:
         config = self.shape.text_config
@@ -120,12 +176,12 @@ def load(plan: Plan, fd: int, report: Callable[[Progress], None]) -> Loaded:
     started = time.monotonic()
     files = SourceFiles(plan.checkpoint, drop_cache=spare_bytes < 2 * plan.total_bytes)
     try:
-        _Run(plan, fd, files).run(report)
+        errors = _Run(plan, fd, files).run(report)
     finally:
         files.close()
     write_all(fd, memoryview(encode_header(layout)), 0)
     seconds = max(time.monotonic() - started, 1e-9)
-    return Loaded(layout, seconds, plan.total_bytes / seconds)
+    return Loaded(layout, seconds, plan.total_bytes / seconds, errors)
 
 
 class _Run:
@@ -137,13 +193,18 @@ class _Run:
         self._done_bytes = 0
         self._stop = threading.Event()
         self._work: Iterator[Callable[[PieceBuffers], None]] = self._tasks()
+        self._writer = None if plan.layout.weights is None else QuantisedWriter(plan.layout)
 
-    def run(self, report: Callable[[Progress], None]) -> None:
+    def run(self, report: Callable[[Progress], None]) -> QuantisationErrors | None:
         plan = self._plan
         text = f"loading {plan.checkpoint.name}"
+        num_threads = NUM_THREADS
+        if plan.layout.weights is not None:
+            text += f", experts in {plan.layout.weights.name}"
+            num_threads = min(max(NUM_THREADS, len(os.sched_getaffinity(0))), _MAX_THREADS)
         report(Progress(0, plan.total_bytes, text))
-        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="load") as pool:
-            futures: set[Future[None]] = {pool.submit(self._take) for _ in range(NUM_THREADS)}
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as pool:
+            futures: set[Future[None]] = {pool.submit(self._take) for _ in range(num_threads)}
             try:
                 while futures:
                     finished, futures = wait(futures, _PROGRESS_S, return_when=FIRST_EXCEPTION)
@@ -152,6 +213,7 @@ class _Run:
                     report(Progress(self._done_bytes, plan.total_bytes, text))
             finally:
                 self._stop.set()
+        return None if self._writer is None else self._writer.errors()
 
     def _tasks(self) -> Iterator[Callable[[PieceBuffers], None]]:
         copies = sorted(
@@ -167,10 +229,14 @@ class _Run:
                 yield self._copy_span(span)
                 span, span_bytes = [], 0
         yield self._copy_span(span)
+        first = attrgetter("file_name", "offset_bytes")
+        for job in sorted(self._plan.jobs, key=lambda job: (first(job.sources[0]), job.expert)):
+            yield self._make(job)
         for parameter in self._plan.conversions:
             yield self._convert(parameter)
 
     def _take(self) -> None:
+        torch.set_num_threads(1)  # of the calling thread: parallel are the tasks
         buffers = PieceBuffers()
         while not self._stop.is_set():
             with self._lock:
@@ -189,8 +255,39 @@ class _Run:
 
         return run
 
+    def _make(self, job: MatrixJob) -> Callable[[PieceBuffers], None]:
+        def run(_: PieceBuffers) -> None:
+            plan, name, source = self._plan, job.parameter.name, job.sources[0]
+            form = plan.shape.form
+            if name.endswith("bias"):
+                raw = self._files.checked_bytes(
+                    concatenated_bias(job, self._files).to(TORCH_DTYPE[plan.dtype]), source
+                )
+            else:
+                parts = parts_of(job, form, plan.layout.weights, self._files)
+                raw = self._matrix_bytes(name, job.label, parts, source)
+            self._write(job.parameter, job.expert, raw)
+            self._count(job.num_bytes)
+
+        return run
+
+    def _matrix_bytes(
+        self, name: TensorName, label: str, parts: list[Part], source: TensorEntry
+    ) -> npt.NDArray[np.uint8]:
+        """A parameter of one expert as the store has it."""
+        if self._writer is not None:
+            return self._writer.block_bytes(name, label, parts)
+        whole = as_model_has_it(name, self._plan.shape.form, parts)
+        return self._files.checked_bytes(whole.to(TORCH_DTYPE[self._plan.dtype]), source)
+
+    def _write(self, target: ExpertParameter, expert: int, raw: npt.NDArray[np.uint8]) -> None:
+        place = self._plan.layout.tensor(target.name)
+        offset = self._plan.layout.block_offset(target.layer, expert) + place.offset_bytes
+        write_all(self._fd, raw.reshape(-1).data, offset)
+
     def _convert(self, parameter: ExpertParameter) -> Callable[[PieceBuffers], None]:
         plan = self._plan
+        form = plan.shape.form
         by_path = {other.path: other for other in plan.keys.experts}
 
         def run(_: PieceBuffers) -> None:
@@ -200,10 +297,14 @@ class _Run:
                 if self._stop.is_set():
                     return
                 target = by_path[path]
-                place = plan.layout.tensor(target.name)
-                raw = self._files.checked_bytes(tensor.to(TORCH_DTYPE[plan.dtype]), example)
-                offset = plan.layout.block_offset(target.layer, expert) + place.offset_bytes
-                write_all(self._fd, raw.data, offset)
+                if self._writer is not None and not target.name.endswith("bias"):
+                    parts = oriented(target.name, form, tensor)
+                    raw = self._writer.block_bytes(target.name, f"{path}[{expert}]", parts)
+                else:
+                    if plan.turns_bias(target.name):
+                        tensor = torch.cat([tensor[::2], tensor[1::2]])
+                    raw = self._files.checked_bytes(tensor.to(TORCH_DTYPE[plan.dtype]), example)
+                self._write(target, expert, raw)
             self._count(
                 sum(source.num_bytes for group in parameter.sources.values() for source in group)
             )

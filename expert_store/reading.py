@@ -97,11 +97,11 @@ class SourceFiles:
                 num_read = os.preadv(fd, [buffer[filled:]], offset + filled)
             except OSError as error:
                 raise CheckpointError(
-                    f"{self._path(source)}: cannot be read: {error.strerror or error}"
+                    f"{self.path(source)}: cannot be read: {error.strerror or error}"
                 ) from error
             if num_read == 0:
                 raise CheckpointError(
-                    f"{self._path(source)}: became shorter while tensor {source.name} was read;"
+                    f"{self.path(source)}: became shorter while tensor {source.name} was read;"
                     " leave the file alone and load again"
                 )
             filled += num_read
@@ -116,7 +116,7 @@ class SourceFiles:
             values = torch.from_numpy(raw).view(dtype)
             what = "NaN" if bool(values.isnan().any()) else "infinite values"
             raise CheckpointError(
-                f"{self._path(source)}: tensor {source.name} holds {what};"
+                f"{self.path(source)}: tensor {source.name} holds {what};"
                 " the checkpoint is damaged, download it again"
             )
 
@@ -147,7 +147,7 @@ class SourceFiles:
         if not all_finite(raw, converted.dtype):
             name = str(converted.dtype).removeprefix("torch.")
             raise CheckpointError(
-                f"{self._path(source)}: tensor {source.name} has values too large for {name};"
+                f"{self.path(source)}: tensor {source.name} has values too large for {name};"
                 " choose --dtype bfloat16 or float32"
             )
         return raw
@@ -157,7 +157,8 @@ class SourceFiles:
             os.close(fd)
         self._fds.clear()
 
-    def _path(self, source: TensorEntry) -> str:
+    def path(self, source: TensorEntry) -> str:
+        """Which file a tensor is in, for messages."""
         return str(self._checkpoint.directory / source.file_name)
 
 

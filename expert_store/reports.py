@@ -25,6 +25,24 @@ class Failure(msgspec.Struct, frozen=True, tag="error", tag_field="type"):
     message: str
 
 
+class TensorError(msgspec.Struct, frozen=True):
+    """One tensor that was quantised: |weights - what their codes mean| / |weights|."""
+
+    name: str
+    relative_error: float
+
+
+class QuantisationErrors(msgspec.Struct, frozen=True):
+    """What quantising while loading has cost."""
+
+    format: str
+    num_tensors: int
+    relative_error: float
+    """Of all weights together."""
+    worst: list[TensorError]
+    """The tensors with the largest errors, largest first."""
+
+
 class Loaded(msgspec.Struct, frozen=True, tag="done", tag_field="type"):
     """The segment now holds the store."""
 
@@ -33,6 +51,8 @@ class Loaded(msgspec.Struct, frozen=True, tag="done", tag_field="type"):
     """Reading and converting, without the start of the process."""
     bytes_per_s: float
     """Checkpoint bytes read per second."""
+    errors: QuantisationErrors | None = None
+    """None when no value was changed."""
 
 
 class Inspection(msgspec.Struct, frozen=True, tag="inspection", tag_field="type", kw_only=True):

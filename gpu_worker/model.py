@@ -28,6 +28,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from expert_store.checkpoint import open_checkpoint, read_config
+from expert_store.packed import gather_packed, stated_quantisation
 from gpu_worker.compilation import CompileFailed, compile_kinds, why_different
 from gpu_worker.decode_step import DecodeStep
 from gpu_worker.kv_cache import new_growing_cache
@@ -227,9 +229,14 @@ def load_dense_model(
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # a training loss; it would cost every layer
     base = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    state = _unpacked_state(directory, dtype)
+    for part in (config, config.get_text_config()):
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config  # what is left to load is no longer quantised
     try:
         model, info = _without_experts(base).from_pretrained(
-            directory,
+            directory if state is None else None,
+            state_dict=state,
             config=config,
             dtype=dtype,
             attn_implementation="sdpa" if base._supports_sdpa else "eager",
@@ -252,6 +259,19 @@ def load_dense_model(
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_FUNCTION, _run_experts)
     model.set_experts_implementation(EXPERTS_FUNCTION)
     return DenseModel(model.to(device).eval().requires_grad_(False), experts, max_positions)
+
+
+def _unpacked_state(directory: Path, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:
+    """The dense weights of a quantised checkpoint as floats; None for a plain one, which
+    transformers reads by itself."""
+    if stated_quantisation(directory, read_config(directory)[0]) is None:
+        return None
+    # Only such a checkpoint pays for the import and for building the model's shape.
+    from expert_store.dense_weights import dense_state
+    from expert_store.families import read_model_shape
+
+    checkpoint = gather_packed(open_checkpoint(directory))
+    return dense_state(read_model_shape(checkpoint), checkpoint, dtype)
 
 
 def _answer_by_choices(

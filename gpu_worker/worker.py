@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from expert_kernels.dequantising import torch_expert_function
 from expert_kernels.native import make_expert_function
 from expert_kernels.native_join import NativeJoin
 from expert_kernels.native_library import NativeLibraryError
-from expert_kernels.reference import TORCH_DTYPE, ExpertFunction
+from expert_kernels.reference import TORCH_DTYPE
 from expert_kernels.step_rows import ActivationViews
 from expert_store.layout import HEADER_BYTES, decode_header
 from gpu_worker.dense_path import set_up_dense_path
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from expert_kernels.native import MaxIsa
+    from expert_kernels.reference import ExpertFunction
     from expert_store.layout import StoreLayout
     from gpu_worker.cuda_slots import InProcessCopier
     from gpu_worker.model import DenseModel
@@ -235,7 +237,7 @@ def serve(
         # Only a machine with a device pays for the import.
         from gpu_worker.cuda_slots import set_up_cuda
 
-        function = ExpertFunction(layout)
+        function = torch_expert_function(layout)
         slots, rows, copier = set_up_cuda(link, function, views, memory, device)
     try:
         with torch.inference_mode():

@@ -42,7 +42,7 @@ from orchestrator.front import Front, Loaded
 from orchestrator.hub import ADDRESSED, Hub, Worker
 from orchestrator.latency_log import LatencyFold, LogFile, WorkerRecord
 from orchestrator.lifelines import Lifelines
-from orchestrator.load_progress import LoadProgress
+from orchestrator.load_progress import LoadProgress, tell_errors
 from orchestrator.loading import LoaderFault, load_store
 from orchestrator.requests import RequestBook
 from orchestrator.residency import HERALDS, TABLE_COMMANDS, ResidencyBoard
@@ -200,13 +200,16 @@ class Engine:
                     )
                     self._supervisor.start()
 
-            layout = await load_store(
+            loaded = await load_store(
                 settings.model_dir,
                 settings.dtype,
+                settings.expert_dtype,
                 weights_fd,
                 lambda report: on_progress(report.done_bytes, report.total_bytes, report.text),
             )
-        self._layout = layout
+        if loaded.errors is not None:
+            tell_errors(loaded.errors)
+        self._layout = layout = loaded.layout
         self._num_slots = count_slots(settings.slots, layout.total_experts)
         self._make_core()
         segments, fds = make_segments(settings, layout, self._num_slots, weights_fd, stack)

@@ -54,6 +54,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     architecture: str
     dtype: str
+    expert_format: str | None
+    """Name of the format of quantised experts; None: they are floats of `dtype`."""
     num_layers: int
     total_experts: int
     top_k: int
@@ -116,6 +118,7 @@ def plan_fit(
         model=layout.model_name,
         architecture=inspection.architecture,
         dtype=layout.dtype,
+        expert_format=None if layout.weights is None else layout.weights.name,
         num_layers=layout.num_layers,
         total_experts=layout.total_experts,
         top_k=layout.top_k,

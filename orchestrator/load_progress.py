@@ -12,9 +12,25 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress, TaskID
 
+    from expert_store.reports import QuantisationErrors
+
 log = logging.getLogger("headrace")
 
 _LINE_EVERY_S = 5.0
+
+
+def tell_errors(errors: QuantisationErrors) -> None:
+    """What quantising has cost, on stderr: one line, and the worst tensors where lines of level
+    info are wanted."""
+    print(  # noqa: T201
+        f"headrace: experts quantised to {errors.format}: relative error of the weights "
+        f"{errors.relative_error:.4f}, at worst {errors.worst[0].relative_error:.4f} "
+        f"({errors.worst[0].name})",
+        file=sys.stderr,
+        flush=True,
+    )
+    for error in errors.worst:
+        log.info("relative error %.4f: %s", error.relative_error, error.name)
 
 
 class LoadProgress:

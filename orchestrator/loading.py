@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from expert_store.layout import StoreLayout
-
 #: A layout of a very large model, as JSON, stays far below this.
 _MAX_LINE_BYTES = 1 << 20
 _END_TIMEOUT_S = 10.0
@@ -35,34 +33,43 @@ class LoaderFault(Exception):
 
 
 async def load_store(
-    model_dir: Path, dtype: str, fd: int, on_progress: Callable[[Progress], None]
-) -> StoreLayout:
+    model_dir: Path,
+    dtype: str,
+    expert_dtype: str,
+    fd: int,
+    on_progress: Callable[[Progress], None],
+) -> Loaded:
     """Load the experts of a checkpoint into the empty memfd `fd`.
 
     Raises:
         UserError: the checkpoint cannot be loaded; its one sentence.
         LoaderFault: the loader broke down.
     """
-    arguments = ["load", "--model", str(model_dir), "--dtype", dtype, "--fd", str(fd)]
-    report = await _run(arguments, (fd,), on_progress)
+    arguments = _arguments("load", model_dir, dtype, expert_dtype)
+    report = await _run([*arguments, "--fd", str(fd)], (fd,), on_progress)
     if not isinstance(report, Loaded):
         raise LoaderFault("the loader answered something else")
-    return report.layout
+    return report
 
 
-async def inspect_model(model_dir: Path, dtype: str) -> Inspection:
+async def inspect_model(model_dir: Path, dtype: str, expert_dtype: str = "auto") -> Inspection:
     """What config and file headers tell; reads no weights.
 
     Raises:
         UserError: the checkpoint cannot be used; its one sentence.
         LoaderFault: the loader broke down.
     """
-    report = await _run(
-        ["inspect", "--model", str(model_dir), "--dtype", dtype], (), lambda progress: None
-    )
+    arguments = _arguments("inspect", model_dir, dtype, expert_dtype)
+    report = await _run(arguments, (), lambda progress: None)
     if not isinstance(report, Inspection):
         raise LoaderFault("the loader answered something else")
     return report
+
+
+def _arguments(command: str, model_dir: Path, dtype: str, expert_dtype: str) -> list[str]:
+    return [
+        command, "--model", str(model_dir), "--dtype", dtype, "--expert-dtype", expert_dtype,
+    ]  # fmt: skip
 
 
 async def _run(

@@ -34,6 +34,7 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: Path
     device: str = "cpu"
     dtype: str = "auto"
+    expert_dtype: str = "auto"
     slots: str = DEFAULT_SLOTS
     fill: str = "auto"
     policy: str = DEFAULT_POLICY

@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from protocol.errors import UserError
 from protocol.logs import LOG_FORMATS
 from protocol.worker_flags import LOG_LEVELS, number
 
@@ -33,6 +34,17 @@ def fill_mode(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not auto, all, none or a whole number of experts"
         )
+    return text
+
+
+def expert_dtype(text: str) -> str:
+    """An argparse type for --expert-dtype."""
+    from expert_store.expert_dtype import parse_expert_dtype
+
+    try:
+        parse_expert_dtype(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
 
@@ -88,6 +100,13 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=DTYPES,
         help="type of the weights; auto: the checkpoint's (default: auto)",
+    )
+    group.add_argument(
+        "--expert-dtype",
+        type=expert_dtype,
+        metavar="NAME",
+        help="how experts are stored. auto: as the checkpoint has them; bf16, fp16, fp32; or "
+        "quantised while loading: int8, int4, mxfp4, fp8, nvfp4, int4-g64, ... (default: auto)",
     )
     group.add_argument(
         "--fill",
@@ -175,6 +194,7 @@ _FIELDS = {
     "slots": "slots",
     "device": "device",
     "dtype": "dtype",
+    "expert_dtype": "expert_dtype",
     "fill": "fill",
     "policy": "policy",
     "planner": "planner",

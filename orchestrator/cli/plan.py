@@ -7,7 +7,7 @@ import asyncio
 import sys
 from typing import TYPE_CHECKING
 
-from orchestrator.cli.options import DEVICES, DTYPES, add_model
+from orchestrator.cli.options import DEVICES, DTYPES, add_model, expert_dtype
 from protocol.errors import EXIT_FAULT, EXIT_OK, UserError
 from protocol.worker_flags import number
 
@@ -46,6 +46,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--device", choices=DEVICES, help="default: cuda with --vram-gb, else cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: %(default)s")
     parser.add_argument(
+        "--expert-dtype",
+        type=expert_dtype,
+        metavar="NAME",
+        default="auto",
+        help="plan for experts in this format, as `headrace generate` takes it (default: auto)",
+    )
+    parser.add_argument(
         "--context",
         type=number(int, 1, "tokens"),
         metavar="N",
@@ -69,7 +76,7 @@ def run_plan(options: argparse.Namespace) -> int:
         # A mistyped number is told before the model is looked at, which takes seconds.
         count_slots(options.slots, MANY_EXPERTS)
     try:
-        inspection = asyncio.run(inspect_model(options.model, options.dtype))
+        inspection = asyncio.run(inspect_model(options.model, options.dtype, options.expert_dtype))
     except LoaderFault as fault:
         raise UserError(f"The model cannot be looked at: {fault}.") from None
     device = options.device or ("cuda" if options.vram_gb is not None else "cpu")
@@ -88,6 +95,10 @@ def run_plan(options: argparse.Namespace) -> int:
     return EXIT_OK if fit.fits else EXIT_FAULT
 
 
+def _types(fit: Fit) -> str:
+    return fit.dtype if fit.expert_format is None else f"{fit.dtype}, experts {fit.expert_format}"
+
+
 def _show(fit: Fit) -> None:
     from rich.table import Table
 
@@ -95,7 +106,7 @@ def _show(fit: Fit) -> None:
     from orchestrator.fit import size
 
     console = console_for(sys.stdout)
-    console.print(f"{fit.model} ({fit.architecture}, {fit.dtype})", style="bold")
+    console.print(f"{fit.model} ({fit.architecture}, {_types(fit)})", style="bold")
     console.print(
         f"{fit.total_experts} experts in {fit.num_layers} MoE layers, {fit.top_k} per token, "
         f"{size(fit.expert_bytes)} each: {size(fit.store_bytes)}; dense weights "

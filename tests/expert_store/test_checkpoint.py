@@ -98,9 +98,7 @@ def test_directory_faults(tmp_path: Path) -> None:
         ("\xff", "not valid JSON"),
         ("{}", "model_type"),
         ('{"model_type": "a", "model_type": "b"}', "model_type twice"),
-        ('{"model_type": "a", "quantization_config": {"quant_method": "mxfp4"}}', "mxfp4"),
         ('{"model_type": "a", "text_config": {"quantization_config": {}, "x": 1}}', None),
-        ('{"model_type": "a", "text_config": {"quantization_config": {"bits": 4}}}', "quantised"),
     ],
 )
 def test_config_faults(single: Path, text: str, expected: str | None) -> None:

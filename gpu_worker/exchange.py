@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from gpu_worker.routing_replay import RoutingReplay
     from gpu_worker.rows import Rows
     from protocol.messages import ExpertId, WorkerCommand, WorkerEvent
     from protocol.residency import ResidencyReader
@@ -35,7 +36,7 @@ class Exchange:
     """Gets routed experts computed, one layer after the other, for one step at a time.
 
     `receive` returns the next command that is meant for this incarnation of the worker. Without a
-    `residency` table every layer is asked for.
+    `residency` table every layer is asked for. With a `replay` it has the say, not the router.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Exchange:
         receive: Callable[[], WorkerCommand],
         on_other: Callable[[WorkerCommand], None],
         residency: ResidencyReader | None = None,
+        replay: RoutingReplay | None = None,
     ) -> None:
         self._epoch = link.epoch
         self._send: Callable[[WorkerEvent], None] = link.send
@@ -56,6 +58,7 @@ class Exchange:
         self._receive = receive
         self._on_other = on_other
         self._residency = residency
+        self._replay = replay
         self._table: ResidencyReader | None = None
         self._step = StepId(-1)
         self.joined_ns = 0
@@ -88,6 +91,8 @@ class Exchange:
                 f"the router of MoE layer {layer} chose {choices.shape[1]} experts per row, "
                 f"the store says {self._top_k}"
             )
+        if self._replay is not None:
+            choices = self._replay.choices(layer, choices)
         routed_ns = time.monotonic_ns()
         step, started_ns = self._step, 0
         counts = self._rows.route(hidden, choices)

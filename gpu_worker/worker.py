@@ -27,6 +27,7 @@ from expert_store.layout import HEADER_BYTES, decode_header
 from gpu_worker.dense_path import set_up_dense_path
 from gpu_worker.exchange import Exchange
 from gpu_worker.model import load_dense_model
+from gpu_worker.routing_replay import RoutingReplay
 from gpu_worker.rows import HostRows, weighted_sum
 from gpu_worker.sampler import LogitsError, digest, sample
 from gpu_worker.sequences import Sequences
@@ -70,6 +71,7 @@ class GpuWorker:
         layout: StoreLayout,
         copier: InProcessCopier | None = None,
         residency: ResidencyReader | None = None,
+        replay: RoutingReplay | None = None,
     ) -> None:
         self._link = link
         self._model = model
@@ -84,7 +86,9 @@ class GpuWorker:
             self._receive,
             self._other,
             residency,
+            replay,
         )
+        self._replay = replay
         self._running: SequenceId | None = None
         self._is_running_dropped = False
         #: Commands for another incarnation, or for another role.
@@ -119,6 +123,8 @@ class GpuWorker:
         cache = self._sequences.begin_step(command.sequence, command.start, len(tokens))
         self._running = command.sequence
         self._exchange.begin_step(command.step)
+        if self._replay is not None:
+            self._replay.begin_step(range(command.start, command.start + len(tokens)))
         logits = self._model.forward(tokens, cache)
         self._sequences.end_step(command.sequence, len(tokens))
         token, logits_digest = None, ""
@@ -243,7 +249,8 @@ def serve(
         with torch.inference_mode():
             model.warm_up()
             set_up_dense_path(model, dense_path or setup.dense_path, link.progress)
-            worker = GpuWorker(link, model, rows, slots, layout, copier, _residency(link))
+            replay = RoutingReplay.of(link, layout.num_layers, layout.num_experts, device)
+            worker = GpuWorker(link, model, rows, slots, layout, copier, _residency(link), replay)
             gc.collect()
             gc.freeze()  # what was loaded stays: no collection needs to look at it again
             link.ready(arena=slots.arena)

@@ -58,6 +58,7 @@ from orchestrator.standing import status_of
 from orchestrator.supervisor import Supervisor
 from orchestrator.text_model import TextModel
 from orchestrator.totals import Totals
+from orchestrator.trace_recorder import TraceRecorder
 from protocol.channel import RouterChannel
 from protocol.codec import to_orchestrator
 from protocol.errors import EXIT_FAULT, EXIT_OK, ProtocolError, UserError
@@ -112,6 +113,7 @@ class Engine:
         self._supervisor: Supervisor | None = None
         self._log_file: LogFile | None = None
         self._fold = LatencyFold()
+        self._recorder: TraceRecorder | None = None
         self._events: deque[CoreEvent] = deque()
         self._is_handling = False
         self._status_text = "starting"
@@ -212,6 +214,9 @@ class Engine:
         self._layout = layout = loaded.layout
         self._num_slots = count_slots(settings.slots, layout.total_experts)
         self._make_core()
+        if settings.record_routing is not None:
+            self._recorder = TraceRecorder(settings.record_routing, layout)
+            stack.callback(self._recorder.close)
         segments, fds = make_segments(settings, layout, self._num_slots, weights_fd, stack)
         self._board = ResidencyBoard.open(segments, fds, self._loop.call_later, self._deliver)
         self._begin_log()
@@ -298,6 +303,8 @@ class Engine:
         self._fold.event(event)
         commands += self._core.settle()
         self.totals.event(event, now_ns)
+        if self._recorder is not None:
+            self._recorder.hear(event, commands)
         for command in commands:
             self._fold.command(command, now_ns)
             self.totals.command(command)

@@ -21,10 +21,15 @@ from protocol.errors import UserError
 from protocol.lifeline import SegmentGrant
 from protocol.messages import Role, WorkerSetup
 from protocol.residency import residency_grant
+from protocol.routing import ROUTING, routing_grant
 from protocol.step_segment import ARENA, WEIGHTS, activation_grant
 
 if TYPE_CHECKING:
     import contextlib
+    from pathlib import Path
+
+    import numpy as np
+    import numpy.typing as npt
 
     from expert_store.layout import StoreLayout
 
@@ -113,6 +118,10 @@ def make_segments(
             min(max(layout.num_experts), settings.max_rows * layout.top_k),
         ),
     ]
+    replay = None
+    if settings.replay_routing is not None:
+        replay = _replayed_ids(settings.replay_routing, layout)
+        made.append(routing_grant(*replay.shape))
     if settings.device == "cpu":
         made.append(SegmentGrant(ARENA, num_slots * layout.block_bytes))
     needed_bytes = sum(segment.num_bytes for segment in made) + _SPARE_BYTES
@@ -129,6 +138,8 @@ def make_segments(
         stack.callback(os.close, fd)
         os.ftruncate(fd, segment.num_bytes)
         fds.append(fd)
+        if segment.name == ROUTING and replay is not None:
+            os.pwrite(fd, replay.tobytes(), segment.fields["ids"].offset_bytes)
     return [SegmentGrant(WEIGHTS, layout.total_bytes), *made], fds
 
 
@@ -144,3 +155,27 @@ def log_header(layout: StoreLayout, num_slots: int) -> LogHeader:
         num_slots,
         layout.total_experts,
     )
+
+
+def _replayed_ids(path: Path, layout: StoreLayout) -> npt.NDArray[np.int16]:
+    """The part of a trace that this model can follow, int16 [steps, layers, top_k].
+
+    Raises:
+        UserError: it is no trace, or of a model of another shape.
+    """
+    from orchestrator.simulate.trace import read_trace
+
+    trace = read_trace(path)
+    fits = (
+        trace.num_layers >= layout.num_layers
+        and trace.num_experts <= min(layout.num_experts)
+        and trace.top_k == layout.top_k
+    )
+    if not fits:
+        raise UserError(
+            f"{path} records {trace.num_layers} layers of {trace.num_experts} experts, top-"
+            f"{trace.top_k}, and the model has {layout.num_layers} of {max(layout.num_experts)}, "
+            f"top-{layout.top_k}: to replay it a model needs the same top-k, no more layers and no "
+            "fewer experts; benchmarks/random_checkpoint.py makes one of any shape."
+        )
+    return trace.ids[:, : layout.num_layers].copy()

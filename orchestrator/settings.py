@@ -47,6 +47,9 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int = DEFAULT_MAX_ROWS
     max_context: int | None = None
     latency_log: Path | None = None
+    #: Where to write what routers choose, and what experts to take in their place.
+    record_routing: Path | None = None
+    replay_routing: Path | None = None
     worker_timeout_s: float = DEFAULT_WORKER_TIMEOUT_S
     digest_logits: bool = False
     #: How single tokens run through the dense part. Recording costs a start some tenths of a second

@@ -24,7 +24,7 @@ HEADER_STEP = 0
 HEADER_LAYER = 1
 HEADER_NUM_ROWS = 2
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int32": 4, "int64": 8}
 #: Every field starts on a page: whole-page alignment keeps vector loads and mlock simple.
 _ALIGN_BYTES = 4096
 

@@ -52,10 +52,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_flags(parser)
+    parser.set_defaults(func=run_generate)
+
+
+def add_flags(parser: argparse.ArgumentParser, *, is_prompt_required: bool = True) -> None:
+    """Everything that says what is to be generated, and by which pipeline."""
     add_model(parser, required=False)
     add_run_dir(parser, "with --model a fresh private one, else one per user")
     group = parser.add_argument_group("the text")
-    group.add_argument("--prompt", metavar="TEXT", required=True, help="the text to continue")
+    group.add_argument(
+        "--prompt", metavar="TEXT", required=is_prompt_required, help="the text to continue"
+    )
     group.add_argument(
         "--max-tokens",
         type=number(int, 1, "tokens"),
@@ -106,7 +114,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add_pipeline_flags(parser)
     add_log_level(parser)
-    parser.set_defaults(func=run_generate)
 
 
 def run_generate(options: argparse.Namespace) -> int:

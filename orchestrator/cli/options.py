@@ -169,6 +169,19 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
         help="write one JSON line per layer-step; read it with `headrace latency FILE`",
     )
     group.add_argument(
+        "--record-routing",
+        type=Path,
+        metavar="FILE.npz",
+        help="write which experts every decode step chose, for `headrace simulate` and for replays",
+    )
+    group.add_argument(
+        "--replay-routing",
+        type=Path,
+        metavar="FILE.npz",
+        help="take the experts of a recorded trace in place of the router's: what a cache does "
+        "with a model of that shape, whatever its weights (the text means nothing then)",
+    )
+    group.add_argument(
         "--worker-timeout",
         type=number(float, 0.1, "seconds"),
         metavar="S",
@@ -205,6 +218,8 @@ _FIELDS = {
     "cpu_workers": "num_cpu_workers",
     "max_context": "max_context",
     "latency_log": "latency_log",
+    "record_routing": "record_routing",
+    "replay_routing": "replay_routing",
     "worker_timeout": "worker_timeout_s",
     "digest_logits": "digest_logits",
     "dense_path": "dense_path",

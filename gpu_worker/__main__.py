@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -53,6 +54,9 @@ def main(argv: list[str] | None = None) -> int:
     # Where what is compiled is kept for the next start.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "headrace" / "inductor"))
+    # What importing and loading make stays: looking for garbage meanwhile costs a sixth of it.
+    # worker.serve enables it again.
+    gc.disable()
     # After the flags are read: these take seconds. Before joining: the model loads meanwhile.
     import torch
 

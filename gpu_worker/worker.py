@@ -251,6 +251,7 @@ def serve(
             set_up_dense_path(model, dense_path or setup.dense_path, link.progress)
             replay = RoutingReplay.of(link, layout.num_layers, layout.num_experts, device)
             worker = GpuWorker(link, model, rows, slots, layout, copier, _residency(link), replay)
+            gc.enable()
             gc.collect()
             gc.freeze()  # what was loaded stays: no collection needs to look at it again
             link.ready(arena=slots.arena)

@@ -19,13 +19,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from expert_store.formats import FormatKind, ScaleKind
     from expert_store.layout import Dtype, ExpertForm, GateKind, StoreLayout
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY_NAME = "headrace_experts.so"
 
 #: HrDtype.
 DTYPES: dict[Dtype, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
+_KINDS: dict[FormatKind, int] = {"int8": 1, "int4": 2, "mxfp4": 3, "nvfp4": 4, "fp8": 5}
+_SCALES: dict[ScaleKind, int] = {
+    "float32": 0,
+    "float16": 1,
+    "bfloat16": 2,
+    "e8m0": 3,
+    "e4m3": 4,
+}
 _GATES: dict[GateKind, int] = {"act_mul": 0, "clamped_act_mul": 1, "alpha_swiglu": 2, "act": 3}
 _ACTIVATIONS = {
     "gelu": 0,
@@ -69,6 +78,10 @@ class Form(ctypes.Structure):
         ("is_interleaved", ctypes.c_int32),
         ("alpha", ctypes.c_float),
         ("limit", ctypes.c_float),
+        ("kind", ctypes.c_int32),
+        ("scale", ctypes.c_int32),
+        ("group_size", ctypes.c_int32),
+        ("has_zero_points", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
         ("first_offset", ctypes.c_int64),
         ("down_offset", ctypes.c_int64),
@@ -117,6 +130,7 @@ def form_of(layout: StoreLayout) -> Form:
         raise NativeLibraryError(f"they do not know experts in {layout.weights.name}")
     if form.activation not in _ACTIVATIONS:
         raise NativeLibraryError(f"they do not know the activation {form.activation!r}")
+    weights = layout.weights
     offsets = {tensor.name: tensor.offset_bytes for tensor in layout.tensors}
     return Form(
         hidden_size=form.hidden_size,
@@ -130,6 +144,10 @@ def form_of(layout: StoreLayout) -> Form:
         is_interleaved=form.is_interleaved,
         alpha=form.alpha or 0.0,
         limit=form.limit or 0.0,
+        kind=_KINDS[weights.kind] if weights else 0,
+        scale=_SCALES[weights.scale] if weights else 0,
+        group_size=weights.group_size if weights else 0,
+        has_zero_points=weights.has_zero_points if weights else 0,
         first_offset=offsets["gate_up" if form.has_gate else "up"],
         down_offset=offsets["down"],
         first_bias_offset=offsets.get("gate_up_bias" if form.has_gate else "up_bias", 0),

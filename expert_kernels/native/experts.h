@@ -12,9 +12,20 @@
 #define HR_EXPORT extern "C"
 #endif
 
-constexpr int32_t HR_ABI_VERSION = 1;
+constexpr int32_t HR_ABI_VERSION = 2;
 
 enum HrDtype : int32_t { HR_FLOAT32 = 0, HR_BFLOAT16 = 1, HR_FLOAT16 = 2 };
+
+// How weights are stored: row-major in the form's dtype, or as expert_store.formats has it.
+enum HrKind : int32_t { HR_PLAIN = 0, HR_INT8, HR_INT4, HR_MXFP4, HR_NVFP4, HR_FP8 };
+
+enum HrScale : int32_t {
+    HR_SCALE_FLOAT32 = 0,
+    HR_SCALE_FLOAT16,
+    HR_SCALE_BFLOAT16,
+    HR_SCALE_E8M0,
+    HR_SCALE_E4M3
+};
 
 // In the order of expert_store.layout.GateKind's description.
 enum HrGate : int32_t { HR_ACT_MUL = 0, HR_CLAMPED_ACT_MUL = 1, HR_ALPHA_SWIGLU = 2, HR_ACT = 3 };
@@ -54,6 +65,10 @@ struct HrForm {
     int32_t is_interleaved;
     float alpha;
     float limit;
+    int32_t kind;  // HrKind; what follows is for quantised weights
+    int32_t scale;
+    int32_t group_size;
+    int32_t has_zero_points;
     int32_t reserved;
     int64_t first_offset;
     int64_t down_offset;

@@ -24,7 +24,7 @@ constexpr int ITEM_BYTES = D == HR_FLOAT32 ? 4 : 2;
 // Weights are read once, in streams: asking for them this far ahead keeps the memory busy where a
 // stream crosses into another page, at which the processor's own prefetchers start anew.
 constexpr int PREFETCH_BYTES = 512;
-constexpr int LINE_BYTES = 64;
+
 
 template <class V, int D, int R, int M>
 __attribute__((always_inline)) inline void multiply_block(
@@ -55,6 +55,7 @@ __attribute__((noinline)) void dot_tile(const Product& p, int output, int apart,
             for (auto& sum : of_row) sum = V::zero();
 
     const int num_blocks = p.depth / NUM_LANES;
+    constexpr int LINE_BYTES = 64;
     constexpr int BLOCKS_PER_STEP = BLOCK_BYTES < LINE_BYTES ? LINE_BYTES / BLOCK_BYTES : 1;
     int block = 0;
     for (; block + BLOCKS_PER_STEP <= num_blocks; block += BLOCKS_PER_STEP) {
@@ -162,9 +163,8 @@ void sum_columns(const Product& p) {
 }
 
 template <class V>
-constexpr Kernels kernels_of(const char* name) {
-    return {name,
-            {dot_rows<V, HR_FLOAT32>, dot_rows<V, HR_BFLOAT16>, dot_rows<V, HR_FLOAT16>},
+constexpr Kernels kernels_of() {
+    return {{dot_rows<V, HR_FLOAT32>, dot_rows<V, HR_BFLOAT16>, dot_rows<V, HR_FLOAT16>},
             {sum_columns<V, HR_FLOAT32>, sum_columns<V, HR_BFLOAT16>,
              sum_columns<V, HR_FLOAT16>}};
 }

@@ -29,7 +29,6 @@ struct Product {
 };
 
 struct Kernels {
-    const char* name;
     void (*dot_rows[3])(const Product&);     // by HrDtype
     void (*sum_columns[3])(const Product&);  // by HrDtype
 };

@@ -18,7 +18,7 @@ struct Avx2 {
     static Reg broadcast(float value) { return _mm256_set1_ps(value); }
     static void store(float* target, Reg value) { _mm256_storeu_ps(target, value); }
     static Reg fma(Reg a, Reg b, Reg c) { return _mm256_fmadd_ps(a, b, c); }
-    static void prefetch(const char* address) { _mm_prefetch(address, _MM_HINT_T0); }
+    __attribute__((always_inline)) static void prefetch(const char* address) { _mm_prefetch(address, _MM_HINT_T0); }
 
     template <int D>
     static Reg widen(const char* source) {
@@ -42,4 +42,4 @@ struct Avx2 {
 
 }  // namespace
 
-extern const Kernels avx2_kernels = kernels_of<Avx2>("avx2");
+extern const Kernels avx2_kernels = kernels_of<Avx2>();

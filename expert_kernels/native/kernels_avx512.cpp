@@ -21,7 +21,7 @@ struct Avx512 {
     static Reg broadcast(float value) { return _mm512_set1_ps(value); }
     static void store(float* target, Reg value) { _mm512_storeu_ps(target, value); }
     static Reg fma(Reg a, Reg b, Reg c) { return _mm512_fmadd_ps(a, b, c); }
-    static void prefetch(const char* address) { _mm_prefetch(address, _MM_HINT_T0); }
+    __attribute__((always_inline)) static void prefetch(const char* address) { _mm_prefetch(address, _MM_HINT_T0); }
 
     template <int D>
     static Reg widen(const char* source) {
@@ -48,4 +48,4 @@ struct Avx512 {
 
 }  // namespace
 
-extern const Kernels avx512_kernels = kernels_of<Avx512>("avx512");
+extern const Kernels avx512_kernels = kernels_of<Avx512>();

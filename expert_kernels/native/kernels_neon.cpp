@@ -18,7 +18,7 @@ struct Neon {
     static Reg broadcast(float value) { return vdupq_n_f32(value); }
     static void store(float* target, Reg value) { vst1q_f32(target, value); }
     static Reg fma(Reg a, Reg b, Reg c) { return vfmaq_f32(c, a, b); }
-    static void prefetch(const char* address) { __builtin_prefetch(address, 0, 3); }
+    __attribute__((always_inline)) static void prefetch(const char* address) { __builtin_prefetch(address, 0, 3); }
 
     template <int D>
     static Reg widen(const char* source) {
@@ -44,4 +44,4 @@ struct Neon {
 
 }  // namespace
 
-extern const Kernels neon_kernels = kernels_of<Neon>("neon");
+extern const Kernels neon_kernels = kernels_of<Neon>();

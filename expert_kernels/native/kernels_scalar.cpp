@@ -43,4 +43,4 @@ struct Scalar {
 
 }  // namespace
 
-const Kernels scalar_kernels = kernels_of<Scalar>("scalar");
+const Kernels scalar_kernels = kernels_of<Scalar>();

@@ -7,6 +7,7 @@
 
 #include "experts.h"
 #include "kernels.h"
+#include "packed.h"
 
 namespace {
 
@@ -68,4 +69,79 @@ bool has_scalar_bits(const Kernels& kernels) {
         }
     }
     return true;
+}
+
+namespace {
+
+bool has_scalar_bits(const PackedKernels& kernels, const HrForm& form) {
+    PackedFormat format;
+    if (!find_packed_format(form, format)) return false;
+    constexpr int NUM_TILES = 3, PACKED_ROWS = 15;
+    const int num_groups = format.groups_per_record + 1, depth = num_groups * format.group_size;
+    const int64_t tile_bytes = packed_tile_bytes(format, depth);
+    std::vector<char> tiles(size_t(NUM_TILES * tile_bytes));
+    fill(tiles, HR_BFLOAT16, 3);  // as scales: any positive or negative numbers of moderate size
+    std::vector<char> random(size_t(PACKED_ROWS) * depth * sizeof(float) + 4);
+    fill(random, HR_FLOAT32, 4);
+    std::vector<float> values(size_t(PACKED_ROWS) * depth);
+    memcpy(values.data(), random.data(), values.size() * sizeof(float));
+    // A group with a value that is no number, and one of zeros.
+    values[1] = __builtin_nanf("");
+    memset(&values[size_t(depth)], 0, size_t(format.group_size) * sizeof(float));
+    std::vector<float> found[2];
+    const PackedKernels* both[] = {&scalar_packed, &kernels};
+    for (int i = 0; i < 2; i++) {
+        std::vector<int16_t> codes(values.size());
+        std::vector<float> scales(size_t(PACKED_ROWS * num_groups));
+        std::vector<int32_t> sums(size_t(PACKED_ROWS * num_groups));
+        std::vector<PackedRow> rows(PACKED_ROWS);
+        for (int m = 0; m < PACKED_ROWS; m++) {
+            const size_t at = size_t(m) * depth, group = size_t(m) * num_groups;
+            both[i]->quantise(&values[at], num_groups, format.group_size, &codes[at],
+                              &scales[group], &sums[group]);
+            rows[size_t(m)] = {&codes[at], &scales[group], &sums[group], &values[at]};
+        }
+        found[i].resize(size_t(PACKED_ROWS) * NUM_TILES * TILE_OUTPUTS * 2);
+        PackedProduct product{};
+        product.format = &format;
+        product.tiles = tiles.data();
+        product.tile_bytes = tile_bytes;
+        product.num_tiles = NUM_TILES;
+        product.num_groups = num_groups;
+        product.out_stride = NUM_TILES * TILE_OUTPUTS;
+        product.rows = rows.data();
+        product.num_rows = PACKED_ROWS;
+        product.out = found[i].data();
+        both[i]->multiply[form.kind - 1](product);
+        product.rows = rows.data() + 2;
+        product.num_rows = 1;
+        product.out += found[i].size() / 2;
+        both[i]->multiply[form.kind - 1](product);
+    }
+    for (size_t j = 0; j < found[0].size(); j++) {
+        const bool is_number = found[0][j] == found[0][j];
+        if (is_number ? memcmp(&found[0][j], &found[1][j], sizeof(float)) != 0
+                      : found[1][j] == found[1][j])
+            return false;
+    }
+    return true;
+}
+
+}  // namespace
+
+bool has_scalar_bits(const PackedKernels& kernels) {
+    HrForm form{};
+    const auto is_equal = [&](int kind, int scale, int group_size, int has_zero_points) {
+        form.kind = kind;
+        form.scale = scale;
+        form.group_size = group_size;
+        form.has_zero_points = has_zero_points;
+        return has_scalar_bits(kernels, form);
+    };
+    for (int scale = HR_SCALE_FLOAT32; scale <= HR_SCALE_BFLOAT16; scale++)
+        if (!is_equal(HR_INT8, scale, 64, 0) || !is_equal(HR_INT4, scale, 32, 0) ||
+            !is_equal(HR_INT4, scale, 32, 1))
+            return false;
+    return is_equal(HR_MXFP4, HR_SCALE_E8M0, 32, 0) && is_equal(HR_NVFP4, HR_SCALE_E4M3, 16, 0) &&
+           is_equal(HR_FP8, HR_SCALE_FLOAT32, 128, 0);
 }

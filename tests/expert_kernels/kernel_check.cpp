@@ -25,7 +25,23 @@ constexpr Shape SHAPES[] = {
     {530, 420, 0, 0, 0, HR_ACT_MUL, 5},
 };
 
-std::vector<float> run(const Shape& shape, int dtype, int isa, int num_threads) {
+// The tables of expert_store/formats.py for quantised weights; rows and biases are bfloat16 there.
+struct Packing {
+    int kind, scale, group_size, has_zero_points;
+};
+
+constexpr Packing PACKINGS[] = {
+    {HR_INT8, HR_SCALE_FLOAT16, 128, 0}, {HR_INT8, HR_SCALE_FLOAT32, 32, 0},
+    {HR_INT4, HR_SCALE_FLOAT16, 32, 0},  {HR_INT4, HR_SCALE_BFLOAT16, 64, 1},
+    {HR_MXFP4, HR_SCALE_E8M0, 32, 0},    {HR_NVFP4, HR_SCALE_E4M3, 16, 0},
+    {HR_FP8, HR_SCALE_FLOAT32, 128, 0},
+};
+
+// More than any of the matrices here takes in any format.
+constexpr int64_t MATRIX_BYTES = 2 << 20;
+
+std::vector<float> run(const Shape& shape, const Packing* packing, int dtype, int isa,
+                       int num_threads) {
     const int item = dtype == HR_FLOAT32 ? 4 : 2;
     const int has_gate = shape.gate != HR_ACT;
     const int64_t up_rows = int64_t(shape.intermediate) * (has_gate ? 2 : 1);
@@ -41,14 +57,21 @@ std::vector<float> run(const Shape& shape, int dtype, int isa, int num_threads) 
     form.is_interleaved = shape.is_interleaved;
     form.alpha = 1.7f;
     form.limit = 0.5f;
+    if (packing) {
+        form.kind = packing->kind;
+        form.scale = packing->scale;
+        form.group_size = packing->group_size;
+        form.has_zero_points = packing->has_zero_points;
+        form.is_transposed = form.is_interleaved = 0;
+    }
     int64_t end = 0;
     const auto place = [&end, item](int64_t count) {
         const int64_t begin = end;
         end = (begin + count * item + 63) / 64 * 64;
         return begin;
     };
-    form.first_offset = place(up_rows * shape.hidden);
-    form.down_offset = place(int64_t(shape.hidden) * shape.intermediate);
+    form.first_offset = place(packing ? MATRIX_BYTES : up_rows * shape.hidden);
+    form.down_offset = place(packing ? MATRIX_BYTES : int64_t(shape.hidden) * shape.intermediate);
     form.first_bias_offset = place(up_rows);
     form.down_bias_offset = place(shape.hidden);
 
@@ -85,23 +108,29 @@ std::vector<float> run(const Shape& shape, int dtype, int isa, int num_threads) 
     return places;
 }
 
+bool is_equal(const Shape& shape, const Packing* packing, int dtype, int isa) {
+    const auto expected = run(shape, packing, dtype, 0, 1);
+    const auto found = run(shape, packing, dtype, isa, 3);
+    bool is_zero = true;
+    for (const float value : expected) is_zero &= value == 0;
+    if (!expected.empty() && !is_zero &&
+        !memcmp(found.data(), expected.data(), expected.size() * sizeof(float)))
+        return true;
+    std::printf("%s differs: %d x %d, dtype %d, kind %d\n", hr_isa_name(isa), shape.hidden,
+                shape.intermediate, dtype, packing ? packing->kind : 0);
+    return false;
+}
+
 }  // namespace
 
 int main() {
     for (int isa = 0; hr_isa_name(isa); isa++) {
-        for (const Shape& shape : SHAPES)
-            for (int dtype = HR_FLOAT32; dtype <= HR_FLOAT16; dtype++) {
-                const auto expected = run(shape, dtype, 0, 1);
-                const auto found = run(shape, dtype, isa, 3);
-                double size = 0;
-                for (const float value : expected) size += value * value;
-                if (expected.empty() || !(size > 0) ||
-                    memcmp(found.data(), expected.data(), expected.size() * sizeof(float))) {
-                    std::printf("%s differs: %d x %d, dtype %d\n", hr_isa_name(isa), shape.hidden,
-                                shape.intermediate, dtype);
-                    return 1;
-                }
-            }
+        for (const Shape& shape : SHAPES) {
+            for (int dtype = HR_FLOAT32; dtype <= HR_FLOAT16; dtype++)
+                if (!is_equal(shape, nullptr, dtype, isa)) return 1;
+            for (const Packing& packing : PACKINGS)
+                if (!is_equal(shape, &packing, HR_BFLOAT16, isa)) return 1;
+        }
         std::printf("%s\n", hr_isa_name(isa));
     }
 }

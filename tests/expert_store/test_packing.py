@@ -72,7 +72,7 @@ def random_matrix(
     if weights.scale == "e8m0":
         scales = random.integers(118, 126, groups).astype(np.uint8)
     elif weights.scale == "e4m3":
-        scales = random.integers(1, 0x7F, groups).astype(np.uint8)
+        scales = random.integers(0x18, 0x40, groups).astype(np.uint8)
     else:
         values = random.uniform(0.001, 0.02, groups).astype(np.float32)
         if weights.scale == "bfloat16":

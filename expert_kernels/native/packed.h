@@ -1,0 +1,89 @@
+// Products of quantised weights, stored in tiles (docs/expert-formats.md), with rows of values.
+//
+// **The order of additions is the contract**, as in kernels.h: it depends on the weights' shape and
+// format alone. Every output has sums of its own; none ever crosses outputs.
+//
+//   int8, int4,     The row is quantised to 16-bit integers, group by group: the greatest magnitude
+//   mxfp4, nvfp4    becomes MAX_CODE, in scale x. The codes' values are small integers too (e2m1
+//                   doubled), so the product of a group is an integer, exact in 32 bits, less
+//                   zero point times the sum of the row's codes where there are zero points. Then
+//                       sum = fma(float(integer), weight scale * x scale, sum)
+//                   for ascending groups, and at last sum * 0.5 (e2m1), * output scale (nvfp4).
+//   fp8             Four sums per group, input k goes to sum k % 4, ascending, one fused
+//                   multiply-add each with the weight / 256 (exact); then
+//                       sum = fma((s0 + s1) + (s2 + s3), scale * 256, sum)
+#pragma once
+
+#include <cstdint>
+
+#include "experts.h"
+
+constexpr int TILE_OUTPUTS = 16;
+constexpr int LINE_BYTES = 64;
+
+// 127 * 256 + 127: the greatest that two signed bytes of place values 256 and 1 both hold with
+// either sign. 127 * MAX_CODE * 128 inputs, the largest product of a group, is below 2^31.
+constexpr int MAX_CODE = 32639;
+// Groups whose greatest magnitude is below this count as zeros: its inverse would not be finite.
+constexpr float LEAST_MAGNITUDE = 1e-30f;
+
+struct PackedFormat {
+    int32_t kind;  // HrKind, not HR_PLAIN
+    int32_t scale;
+    int32_t group_size;
+    int32_t has_zero_points;
+    int32_t scale_bytes;
+    int32_t groups_per_record;
+    int32_t record_scale_bytes;
+    int32_t group_code_bytes;
+    int32_t header_bytes;
+};
+
+// False when that is no format.
+bool find_packed_format(const HrForm& form, PackedFormat& format);
+
+int64_t packed_groups(const PackedFormat& format, int64_t depth);
+int64_t packed_tile_bytes(const PackedFormat& format, int64_t depth);
+
+// A row as the kernels take it. codes: groups * group_size, of each four inputs k .. k + 3 in the
+// order k, k + 2, k + 1, k + 3. values: for fp8 alone, instead of codes; groups * group_size too,
+// zeros beyond the row's end.
+struct PackedRow {
+    const int16_t* codes;
+    const float* scales;  // per group
+    const int32_t* sums;  // per group: of its codes
+    const float* values;
+};
+
+// Result (m, tile, output) goes to out[m * out_stride + tile * TILE_OUTPUTS + output].
+struct PackedProduct {
+    const PackedFormat* format;
+    const char* tiles;
+    int64_t tile_bytes;
+    int32_t num_tiles;
+    int32_t num_groups;
+    const PackedRow* rows;
+    int32_t num_rows;
+    float* out;
+    int64_t out_stride;
+};
+
+struct PackedKernels {
+    // by HrKind - 1
+    void (*multiply[5])(const PackedProduct&);
+    // Quantises num_groups * group_size values (zeros beyond the row's end) to what PackedRow holds.
+    void (*quantise)(const float* values, int64_t num_groups, int32_t group_size, int16_t* codes,
+                     float* scales, int32_t* sums);
+};
+
+// Whether these give the scalar kernels' bits on this machine (self_check.cpp).
+bool has_scalar_bits(const PackedKernels& kernels);
+
+extern const PackedKernels scalar_packed;
+#if defined(HR_HAS_X86)
+extern const PackedKernels avx2_packed;
+extern const PackedKernels avx512_packed;
+#endif
+#if defined(HR_HAS_NEON)
+extern const PackedKernels neon_packed;
+#endif

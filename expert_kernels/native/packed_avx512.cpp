@@ -1,0 +1,132 @@
+// AVX-512 with BW, VL, VNNI and VBMI: a line is one register.
+
+#include <immintrin.h>
+
+#include "packed_template.h"
+
+namespace {
+
+struct Avx512 {
+    static constexpr int LANES = 16;
+    static constexpr int TILES = 2;
+    static constexpr int ROWS = 8;
+    static constexpr int FLOAT_ROWS = 4;
+    using Int = __m512i;
+    using Words = __m512i;
+    using Float = __m512;
+    using Table = __m512i;
+
+    static Int zero_int() { return _mm512_setzero_si512(); }
+    static Float zero_float() { return _mm512_setzero_ps(); }
+    static __m512i line(const char* at) { return _mm512_loadu_si512(at); }
+    __attribute__((always_inline)) static void prefetch(const char* address) { _mm_prefetch(address, _MM_HINT_T0); }
+
+    // 32 words; the upper half repeats the lower, so the fifth bit of an index does not matter.
+    static Table table(const int8_t* values) {
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+        return _mm512_broadcast_i64x4(_mm256_cvtepi8_epi16(bytes));
+    }
+    static void decode4(const char* at, const Table& table, Words (&w)[4]) {
+        const __m512i codes = line(at);
+        w[0] = _mm512_permutexvar_epi16(codes, table);
+        w[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
+        w[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table);
+        w[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table);
+    }
+    static void decode8(const char* at, Words (&w)[2]) {
+        const __m512i codes = line(at);
+        w[0] = _mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 8);
+        w[1] = _mm512_srai_epi16(codes, 8);
+    }
+    // The upper two bytes of the float32 of each magnitude / 256, by table of the lower seven bits.
+    struct Fp8Tables {
+        alignas(64) uint8_t low[128];
+        alignas(64) uint8_t high[128];
+    };
+    static constexpr Fp8Tables make_fp8_tables() {
+        Fp8Tables tables{};
+        for (int code = 1; code < 128; code++) {
+            int exponent = code >> 3, fraction = code & 7;
+            if (exponent == 0) {
+                exponent = 1;
+                while (fraction < 8) {
+                    fraction <<= 1;
+                    exponent--;
+                }
+                fraction &= 7;
+            }
+            const int bits = (exponent + 112) << 7 | fraction << 4;
+            tables.low[code] = uint8_t(bits & 255);
+            tables.high[code] = uint8_t(bits >> 8);
+        }
+        return tables;
+    }
+    static void decode_fp8(const char* at, Float (&w)[4]) {
+        static constexpr Fp8Tables TABLES = make_fp8_tables();
+        const __m512i codes = line(at);
+        const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(TABLES.low), codes,
+                                                     _mm512_load_si512(TABLES.low + 64));
+        __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(TABLES.high), codes,
+                                                _mm512_load_si512(TABLES.high + 64));
+        // high | codes & 0x80
+        high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(char(0x80)), 0xf8);
+        // Words (k, k + 2) and (k + 1, k + 3), each a float32's upper half.
+        const __m512i mask = _mm512_set1_epi16(0xff);
+        // mask ? low : high moved to its place
+        const __m512i even =
+            _mm512_ternarylogic_epi32(mask, low, _mm512_slli_epi16(high, 8), 0xca);
+        const __m512i odd =
+            _mm512_ternarylogic_epi32(mask, _mm512_srli_epi16(low, 8), high, 0xca);
+        const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
+        w[0] = _mm512_castsi512_ps(_mm512_slli_epi32(even, 16));
+        w[1] = _mm512_castsi512_ps(_mm512_slli_epi32(odd, 16));
+        w[2] = _mm512_castsi512_ps(_mm512_and_si512(even, upper));
+        w[3] = _mm512_castsi512_ps(_mm512_and_si512(odd, upper));
+    }
+    static Int dot(Int sum, Words w, const int16_t* pair) {
+        int32_t both;
+        memcpy(&both, pair, sizeof both);
+        return _mm512_dpwssd_epi32(sum, w, _mm512_set1_epi32(both));
+    }
+    static Int minus(Int sum, const char* zeros, int32_t count) {
+        const __m512i zero =
+            _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
+        return _mm512_sub_epi32(sum, _mm512_mullo_epi32(zero, _mm512_set1_epi32(count)));
+    }
+    static Float to_float(Int value) { return _mm512_cvtepi32_ps(value); }
+    static Float load(const char* from) { return _mm512_loadu_ps(from); }
+    static Float scale(int kind, const char* from) {
+        switch (kind) {
+            case HR_SCALE_FLOAT32: return load(from);
+            case HR_SCALE_FLOAT16:
+                return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+            case HR_SCALE_BFLOAT16:
+                return _mm512_castsi512_ps(_mm512_slli_epi32(
+                    _mm512_cvtepu16_epi32(
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))),
+                    16));
+            case HR_SCALE_E8M0:
+                return _mm512_castsi512_ps(_mm512_slli_epi32(
+                    _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))),
+                    23));
+            default: {
+                const __m256i words = _mm256_slli_epi16(
+                    _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))),
+                    8);
+                const __m256i halves =
+                    _mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16(short(0xbf80)));
+                return multiply(_mm512_cvtph_ps(halves), 256.0f);
+            }
+        }
+    }
+    static Float multiply(Float a, float b) { return _mm512_mul_ps(a, _mm512_set1_ps(b)); }
+    static Float multiply(Float a, Float b) { return _mm512_mul_ps(a, b); }
+    static Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
+    static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
+    static Float fma(Float a, float b, Float c) { return _mm512_fmadd_ps(a, _mm512_set1_ps(b), c); }
+    static void store(float* to, Float value) { _mm512_storeu_ps(to, value); }
+};
+
+}  // namespace
+
+extern const PackedKernels avx512_packed = packed_of<Avx512>();

@@ -1,0 +1,254 @@
+// The kernels of packed.h, written once over a vector type P and compiled per instruction set; all
+// in an unnamed namespace for the reason that kernel_template.h gives.
+//
+// P offers LANES (dwords of a line that one register holds), ROWS and FLOAT_ROWS (rows whose sums
+// are kept at once), TILES (tiles at once for a single row), the types Int, Words, Float, Table, and
+//
+//   table(values)          from 16 values of a byte each
+//   decode4(line, t, w)    8 inputs: w[0] (k, k+2)  w[1] (k+4, k+6)  w[2] (k+1, k+3)  w[3] (k+5, k+7)
+//   decode8(line, w)       4 inputs: w[0] (k, k+2)  w[1] (k+1, k+3)
+//   decode_fp8(line, w)    4 inputs: w[j] is weight k+j / 256, as float32
+//   dot(sum, w, pair)      sum + w.low * pair[0] + w.high * pair[1]
+//   minus(sum, zeros, n)   sum - zero point of the lane * n
+//   to_float, scale(kind, from), multiply(v, number), multiply(v, v), add, fma(v, v, v),
+//   fma(v, number, v), load, store, prefetch
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "packed.h"
+
+namespace {
+
+// The code stream is read once; asking this far ahead keeps the memory busy across pages.
+constexpr int PACKED_PREFETCH_BYTES = 1024;
+
+constexpr int8_t INT4_VALUES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+constexpr int8_t INT4_RAW_VALUES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+constexpr int8_t E2M1_DOUBLED[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+template <int KIND>
+constexpr bool HAS_BYTES = KIND == HR_INT8 || KIND == HR_FP8;
+template <int KIND>
+constexpr bool IS_E2M1 = KIND == HR_MXFP4 || KIND == HR_NVFP4;
+template <int KIND>
+constexpr int INPUTS_PER_LINE = HAS_BYTES<KIND> ? 4 : 8;
+
+// One group of T tiles and M rows, integers: added to sums.
+template <class P, int KIND, int T, int M>
+__attribute__((always_inline)) inline void add_group(
+    const PackedProduct& p, const typename P::Table& table, const char* const (&codes)[T],
+    const char* const (&scales)[T], const char* const (&zeros)[T], const PackedRow* rows,
+    int64_t group, typename P::Float (&sums)[T][M][TILE_OUTPUTS / P::LANES]) {
+    constexpr int PARTS = TILE_OUTPUTS / P::LANES;
+    const PackedFormat& format = *p.format;
+    const int group_size = KIND == HR_MXFP4 ? 32 : KIND == HR_NVFP4 ? 16 : format.group_size;
+    const int num_lines = group_size / INPUTS_PER_LINE<KIND>;
+    typename P::Int found[T][M][PARTS];
+    for (auto& of_tile : found)
+        for (auto& of_row : of_tile)
+            for (auto& part : of_row) part = P::zero_int();
+    const int16_t* x[M];
+    for (int m = 0; m < M; m++) x[m] = rows[m].codes + group * group_size;
+    for (int line = 0; line < num_lines; line++)
+        for (int t = 0; t < T; t++) {
+            const char* at = codes[t] + line * LINE_BYTES;
+            P::prefetch(at + PACKED_PREFETCH_BYTES);
+            for (int v = 0; v < PARTS; v++) {
+                const char* part = at + v * P::LANES * 4;
+                if constexpr (HAS_BYTES<KIND>) {
+                    typename P::Words w[2];
+                    P::decode8(part, w);
+                    for (int m = 0; m < M; m++)
+                        for (int j = 0; j < 2; j++)
+                            found[t][m][v] = P::dot(found[t][m][v], w[j], x[m] + line * 4 + j * 2);
+                } else {
+                    constexpr int PAIR[4] = {0, 4, 2, 6};
+                    typename P::Words w[4];
+                    P::decode4(part, table, w);
+                    for (int m = 0; m < M; m++)
+                        for (int j = 0; j < 4; j++)
+                            found[t][m][v] =
+                                P::dot(found[t][m][v], w[j], x[m] + line * 8 + PAIR[j]);
+                }
+            }
+        }
+    for (int t = 0; t < T; t++)
+        for (int v = 0; v < PARTS; v++) {
+            const int scale_kind = KIND == HR_MXFP4   ? HR_SCALE_E8M0
+                                   : KIND == HR_NVFP4 ? HR_SCALE_E4M3
+                                                      : format.scale;
+            const auto scale =
+                P::scale(scale_kind, scales[t] + v * P::LANES * format.scale_bytes);
+            for (int m = 0; m < M; m++) {
+                auto integer = found[t][m][v];
+                if constexpr (KIND == HR_INT4)
+                    if (format.has_zero_points)
+                        integer = P::minus(integer, zeros[t] + v * P::LANES, rows[m].sums[group]);
+                sums[t][m][v] = P::fma(P::to_float(integer),
+                                       P::multiply(scale, rows[m].scales[group]), sums[t][m][v]);
+            }
+        }
+}
+
+// The same for fp8.
+template <class P, int T, int M>
+__attribute__((always_inline)) inline void add_fp8_group(
+    const char* const (&codes)[T], const char* const (&scales)[T], const PackedRow* rows,
+    int64_t group, typename P::Float (&sums)[T][M][TILE_OUTPUTS / P::LANES]) {
+    constexpr int PARTS = TILE_OUTPUTS / P::LANES, GROUP_SIZE = 128;
+    for (int t = 0; t < T; t++)
+        for (int v = 0; v < PARTS; v++) {
+            typename P::Float found[M][4];
+            for (auto& of_row : found)
+                for (auto& sum : of_row) sum = P::zero_float();
+            for (int line = 0; line < GROUP_SIZE / 4; line++) {
+                const char* at = codes[t] + line * LINE_BYTES;
+                if (v == 0) P::prefetch(at + PACKED_PREFETCH_BYTES);
+                typename P::Float w[4];
+                P::decode_fp8(at + v * P::LANES * 4, w);
+                for (int m = 0; m < M; m++) {
+                    const float* x = rows[m].values + group * GROUP_SIZE + line * 4;
+                    for (int j = 0; j < 4; j++) found[m][j] = P::fma(w[j], x[j], found[m][j]);
+                }
+            }
+            const auto scale = P::multiply(P::load(scales[t] + v * P::LANES * 4), 256.0f);
+            for (int m = 0; m < M; m++)
+                sums[t][m][v] = P::fma(P::add(P::add(found[m][0], found[m][1]),
+                                              P::add(found[m][2], found[m][3])),
+                                       scale, sums[t][m][v]);
+        }
+}
+
+// Tiles tile .. tile + T of rows row .. row + M.
+template <class P, int KIND, int T, int M>
+__attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, int row) {
+    constexpr int PARTS = TILE_OUTPUTS / P::LANES;
+    const PackedFormat& format = *p.format;
+    const PackedRow* rows = p.rows + row;
+    const auto table = P::table(IS_E2M1<KIND>             ? E2M1_DOUBLED
+                                : format.has_zero_points ? INT4_RAW_VALUES
+                                                         : INT4_VALUES);
+    typename P::Float sums[T][M][PARTS];
+    for (auto& of_tile : sums)
+        for (auto& of_row : of_tile)
+            for (auto& sum : of_row) sum = P::zero_float();
+    const char* start[T];
+    const char* record[T];
+    for (int t = 0; t < T; t++) {
+        start[t] = p.tiles + (tile + t) * p.tile_bytes;
+        record[t] = start[t] + format.header_bytes;
+    }
+    const int group_scale_bytes = TILE_OUTPUTS * format.scale_bytes;
+    const int zeros_offset = format.groups_per_record * group_scale_bytes;
+    for (int64_t first = 0; first < p.num_groups; first += format.groups_per_record) {
+        const int64_t left = p.num_groups - first;
+        const int count = int(left < format.groups_per_record ? left : format.groups_per_record);
+        for (int i = 0; i < count; i++) {
+            const char *codes[T], *scales[T], *zeros[T];
+            for (int t = 0; t < T; t++) {
+                codes[t] = record[t] + format.record_scale_bytes + i * format.group_code_bytes;
+                scales[t] = record[t] + i * group_scale_bytes;
+                zeros[t] = record[t] + zeros_offset + i * TILE_OUTPUTS;
+            }
+            if constexpr (KIND == HR_FP8)
+                add_fp8_group<P, T, M>(codes, scales, rows, first + i, sums);
+            else
+                add_group<P, KIND, T, M>(p, table, codes, scales, zeros, rows, first + i, sums);
+        }
+        for (int t = 0; t < T; t++)
+            record[t] += format.record_scale_bytes + count * format.group_code_bytes;
+    }
+    for (int t = 0; t < T; t++)
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < PARTS; v++) {
+                auto sum = sums[t][m][v];
+                if constexpr (KIND == HR_MXFP4) sum = P::multiply(sum, 0.5f);
+                if constexpr (KIND == HR_NVFP4)
+                    sum = P::multiply(
+                        sum, P::multiply(P::load(start[t] + v * P::LANES * 4), 0.5f));
+                P::store(p.out + (row + m) * p.out_stride + (tile + t) * TILE_OUTPUTS +
+                             v * P::LANES,
+                         sum);
+            }
+}
+
+template <class P, int KIND, int M>
+int multiply_rows(const PackedProduct& p, int tile, int row) {
+    for (; row + M <= p.num_rows; row += M) multiply_tiles<P, KIND, 1, M>(p, tile, row);
+    return row;
+}
+
+template <class P, int KIND>
+void multiply_packed(const PackedProduct& p) {
+    constexpr int ROWS = KIND == HR_FP8 ? P::FLOAT_ROWS : P::ROWS;
+    int tile = 0;
+    if (p.num_rows == 1)
+        for (; tile + P::TILES <= p.num_tiles; tile += P::TILES)
+            multiply_tiles<P, KIND, P::TILES, 1>(p, tile, 0);
+    for (; tile < p.num_tiles; tile++) {
+        int row = multiply_rows<P, KIND, ROWS>(p, tile, 0);
+        if constexpr (ROWS >= 8) row = multiply_rows<P, KIND, 4>(p, tile, row);
+        if constexpr (ROWS >= 4) row = multiply_rows<P, KIND, 2>(p, tile, row);
+        multiply_rows<P, KIND, 1>(p, tile, row);
+    }
+}
+
+// Element by element, so the compiler's vectors have the same bits. A group with a value that is
+// infinite or no number gets the scale NaN.
+inline void quantise_packed(const float* values, int64_t num_groups, int32_t group_size,
+                            int16_t* codes, float* scales, int32_t* sums) {
+    constexpr float ROUNDING = 12582912.0f;  // 1.5 * 2^23: adding it rounds to nearest, ties to even
+    constexpr int32_t ROUNDING_BITS = 0x4b400000;
+    for (int64_t group = 0; group < num_groups; group++) {
+        const float* x = values + group * group_size;
+        int16_t* out = codes + group * group_size;
+        int32_t greatest = 0;  // magnitudes compare as their bits do
+        for (int i = 0; i < group_size; i++) {
+            int32_t bits;
+            memcpy(&bits, x + i, sizeof bits);
+            bits &= 0x7fffffff;
+            greatest = bits > greatest ? bits : greatest;
+        }
+        float magnitude;
+        memcpy(&magnitude, &greatest, sizeof magnitude);
+        const bool is_finite = greatest < 0x7f800000;
+        if (!is_finite || magnitude < LEAST_MAGNITUDE) {
+            memset(out, 0, size_t(group_size) * sizeof(int16_t));
+            sums[group] = 0;
+            scales[group] = is_finite ? 0.0f : __builtin_nanf("");
+            continue;
+        }
+        scales[group] = magnitude / float(MAX_CODE);
+        const float inverse = float(MAX_CODE) / magnitude;
+        int32_t sum = 0;
+        int32_t found[128];
+        for (int i = 0; i < group_size; i++) {
+            const float rounded = x[i] * inverse + ROUNDING;
+            int32_t code;
+            memcpy(&code, &rounded, sizeof code);
+            code -= ROUNDING_BITS;
+            code = code > MAX_CODE ? MAX_CODE : code < -MAX_CODE ? -MAX_CODE : code;
+            found[i] = code;
+            sum += code;
+        }
+        for (int i = 0; i < group_size; i += 4) {
+            out[i] = int16_t(found[i]);
+            out[i + 1] = int16_t(found[i + 2]);
+            out[i + 2] = int16_t(found[i + 1]);
+            out[i + 3] = int16_t(found[i + 3]);
+        }
+        sums[group] = sum;
+    }
+}
+
+template <class P>
+constexpr PackedKernels packed_of() {
+    return {{multiply_packed<P, HR_INT8>, multiply_packed<P, HR_INT4>,
+             multiply_packed<P, HR_MXFP4>, multiply_packed<P, HR_NVFP4>,
+             multiply_packed<P, HR_FP8>},
+            quantise_packed};
+}
+
+}  // namespace

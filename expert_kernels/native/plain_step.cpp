@@ -1,0 +1,188 @@
+// Layer-steps of experts whose weights are row-major, in float32, bfloat16 or float16.
+
+#include "gates.h"
+#include "step_job.h"
+
+namespace {
+
+constexpr int64_t TILE_BYTES = 256 * 1024;
+constexpr int MAX_TILE_OUTPUTS = 256;
+constexpr int ROWS_PER_PASS = 12;  // rows whose sums are kept at once; a multiple of 3 and 4
+
+struct StepJob {
+    const HrForm& form;
+    const HrStep& step;
+    const Kernels& kernels;
+    std::vector<Expert> experts;  // those that somebody chose
+    std::unique_ptr<std::atomic<int32_t>[]> num_missing;  // per expert: first tiles not done yet
+    const float* hidden;                                  // [row, hidden_stride] float32
+    int64_t hidden_stride;
+    float* middle;  // [pair, middle_stride]
+    int64_t middle_stride;
+    int64_t item;                // bytes of a weight
+    int64_t up_rows;             // outputs of the first projection
+    int32_t first_units;         // intermediate units per tile of the first projection
+    int32_t first_tiles;         // tiles of the first projection per expert
+    int32_t second_outputs;
+    int32_t second_tiles;
+
+    int64_t num_tiles() const {
+        return int64_t(experts.size()) * (first_tiles + second_tiles);
+    }
+};
+
+// Weights of `outputs` outputs from number `first` on, of `total`.
+Product product_of(const StepJob& job, const char* weights, int64_t first, int64_t outputs,
+                   int64_t total, int64_t depth) {
+    Product product{};
+    product.stride_bytes = (job.form.is_transposed ? total : depth) * job.item;
+    product.weights =
+        weights + first * (job.form.is_transposed ? job.item : product.stride_bytes);
+    product.num_outputs = int32_t(outputs);
+    product.depth = int32_t(depth);
+    return product;
+}
+
+void multiply(const StepJob& job, const Product& product) {
+    (job.form.is_transposed ? job.kernels.sum_columns
+                            : job.kernels.dot_rows)[job.form.dtype](product);
+}
+
+void run_first_tile(StepJob& job, size_t number, int64_t tile) {
+    const HrForm& form = job.form;
+    const Expert& expert = job.experts[number];
+    const int64_t begin = tile * job.first_units;
+    const int32_t count =
+        int32_t(std::min<int64_t>(job.first_units, form.intermediate_size - begin));
+    const char* weights = expert.block + form.first_offset;
+    const bool is_split = form.has_gate && !form.is_interleaved;
+    const int64_t step = form.has_gate && form.is_interleaved ? 2 : 1;
+    const char* bias = form.has_bias
+                           ? expert.block + form.first_bias_offset + begin * step * job.item
+                           : nullptr;
+
+    alignas(64) float sums[ROWS_PER_PASS * 2 * MAX_TILE_OUTPUTS];
+    const float* x[ROWS_PER_PASS];
+    for (int64_t done = 0; done < expert.num_pairs; done += ROWS_PER_PASS) {
+        const int num_rows = int(std::min<int64_t>(ROWS_PER_PASS, expert.num_pairs - done));
+        const int64_t pair = expert.first_pair + done;
+        for (int m = 0; m < num_rows; m++)
+            x[m] = job.hidden + job.step.row_ids[pair + m] * job.hidden_stride;
+        // Not interleaved: gates of the tile, then ups. Interleaved: one stretch of both.
+        for (int half = 0; half < (is_split ? 2 : 1); half++) {
+            Product product =
+                product_of(job, weights, half * form.intermediate_size + begin * step,
+                           count * step, job.up_rows, form.hidden_size);
+            product.x = x;
+            product.num_rows = num_rows;
+            product.out = sums + half * count;
+            product.out_stride = 2 * MAX_TILE_OUTPUTS;
+            multiply(job, product);
+        }
+        for (int m = 0; m < num_rows; m++) {
+            GateRow row{};
+            row.sums = sums + m * 2 * MAX_TILE_OUTPUTS;
+            row.up_begin = is_split ? count : 1;
+            row.step = step;
+            row.bias = bias;
+            row.bias_up_begin = is_split ? form.intermediate_size : 1;
+            row.out = job.middle + (pair + m) * job.middle_stride + begin;
+            row.count = count;
+            apply_gate(form, row);
+        }
+    }
+    job.num_missing[number].fetch_sub(1, std::memory_order_release);
+}
+
+void run_second_tile(StepJob& job, size_t number, int64_t tile) {
+    const HrForm& form = job.form;
+    const Expert& expert = job.experts[number];
+    const int64_t begin = tile * job.second_outputs;
+    const int32_t count =
+        int32_t(std::min<int64_t>(job.second_outputs, form.hidden_size - begin));
+    const char* bias =
+        form.has_bias ? expert.block + form.down_bias_offset + begin * job.item : nullptr;
+    wait_for_zero(job.num_missing[number]);
+
+    alignas(64) float sums[ROWS_PER_PASS * MAX_TILE_OUTPUTS];
+    const float* x[ROWS_PER_PASS];
+    for (int64_t done = 0; done < expert.num_pairs; done += ROWS_PER_PASS) {
+        const int num_rows = int(std::min<int64_t>(ROWS_PER_PASS, expert.num_pairs - done));
+        const int64_t pair = expert.first_pair + done;
+        for (int m = 0; m < num_rows; m++) x[m] = job.middle + (pair + m) * job.middle_stride;
+        Product product = product_of(job, expert.block + form.down_offset, begin, count,
+                                     form.hidden_size, form.intermediate_size);
+        product.x = x;
+        product.num_rows = num_rows;
+        product.out = sums;
+        product.out_stride = MAX_TILE_OUTPUTS;
+        multiply(job, product);
+        for (int m = 0; m < num_rows; m++)
+            finish_row(form, sums + m * MAX_TILE_OUTPUTS, bias,
+                       job.step.places + job.step.place_ids[pair + m] * form.hidden_size + begin,
+                       count);
+    }
+}
+
+void run_tile(void* context, int64_t tile) {
+    StepJob& job = *static_cast<StepJob*>(context);
+    const int64_t num_first = int64_t(job.experts.size()) * job.first_tiles;
+    if (tile < num_first)
+        return run_first_tile(job, size_t(tile / job.first_tiles), tile % job.first_tiles);
+    tile -= num_first;
+    run_second_tile(job, size_t(tile / job.second_tiles), tile % job.second_tiles);
+}
+
+// Outputs per tile so that it has about TILE_BYTES: a multiple of 16, whole vectors of outputs.
+int32_t outputs_per_tile(int64_t bytes_per_output, int64_t num_outputs, int64_t most) {
+    const int64_t wanted = std::max<int64_t>(TILE_BYTES / std::max<int64_t>(bytes_per_output, 1), 1);
+    return int32_t(std::min({round_up(wanted, 16), round_up(num_outputs, 16), most}));
+}
+
+void widen_hidden(HrPool& pool, const HrForm& form, const HrStep& step, StepJob& job) {
+    const int64_t num_pairs = step.pair_begin[step.num_experts];
+    const int64_t num_rows = num_rows_of(step);
+    job.hidden_stride = round_up(form.hidden_size, NUM_LANES);
+    job.middle_stride = round_up(form.intermediate_size, NUM_LANES);
+    float* hidden = pool.hidden.values.items(num_rows * job.hidden_stride);
+    float* middle = pool.middle.values.items(num_pairs * job.middle_stride);
+    const int64_t row_bytes = form.hidden_size * job.item;
+    for (int64_t row = 0; row < num_rows; row++) {
+        float* target = hidden + row * job.hidden_stride;
+        widen_row(form.dtype, static_cast<const char*>(step.hidden) + row * row_bytes, target,
+                  form.hidden_size);
+        std::fill(target + form.hidden_size, target + job.hidden_stride, 0.0f);
+    }
+    for (int64_t p = 0; p < num_pairs; p++)
+        std::fill(middle + p * job.middle_stride + form.intermediate_size,
+                  middle + (p + 1) * job.middle_stride, 0.0f);
+    job.hidden = hidden;
+    job.middle = middle;
+}
+
+}  // namespace
+
+void run_plain_step(HrPool& pool, const HrForm& form, const Kernels& kernels, const HrStep& step) {
+    StepJob job{form, step, kernels, chosen_experts(step), nullptr, nullptr, 0, nullptr,
+                0,    0,    0,       0,                    0,       0,       0};
+    if (job.experts.empty()) return;
+    job.item = item_bytes(form.dtype);
+    job.up_rows = int64_t(form.intermediate_size) * (form.has_gate ? 2 : 1);
+    const int64_t ways = form.has_gate ? 2 : 1;
+    job.first_units = outputs_per_tile(form.hidden_size * job.item * ways, form.intermediate_size,
+                                       MAX_TILE_OUTPUTS);
+    job.first_tiles = (form.intermediate_size + job.first_units - 1) / job.first_units;
+    job.second_outputs = outputs_per_tile(form.intermediate_size * job.item, form.hidden_size,
+                                          MAX_TILE_OUTPUTS);
+    job.second_tiles = (form.hidden_size + job.second_outputs - 1) / job.second_outputs;
+    if (job.num_tiles() > MAX_TILES) throw std::bad_alloc();
+    job.num_missing.reset(new std::atomic<int32_t>[job.experts.size()]);
+    for (size_t e = 0; e < job.experts.size(); e++) job.num_missing[e] = job.first_tiles;
+    widen_hidden(pool, form, step, job);
+
+    const int64_t expert_bytes =
+        (job.up_rows + form.intermediate_size) * form.hidden_size * job.item;
+    pool.threads.run(
+        job.num_tiles(),
+        useful_threads(pool, int64_t(job.experts.size()) * expert_bytes), run_tile, &job);
+}

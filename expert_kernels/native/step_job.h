@@ -1,0 +1,108 @@
+// What a layer-step's job is made of, whatever the weights' format: see plain_step.cpp and
+// packed_step.cpp, and pool.h for who runs its tiles.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "experts.h"
+#include "kernels.h"
+#include "packed.h"
+#include "pool.h"
+
+constexpr int64_t MAX_TILES = (int64_t(1) << 24) - 1;
+// Waking a thread costs 10 to 50 us, and a core reads about 10 bytes per ns: below this many bytes
+// of weights per thread another one does not pay.
+constexpr int64_t BYTES_PER_THREAD = 512 * 1024;
+
+inline int64_t round_up(int64_t value, int64_t multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
+
+// Memory that is kept from call to call and grows when a call needs more.
+template <class T>
+class Scratch {
+  public:
+    T* items(int64_t count) {
+        if (count > capacity_) {
+            memory_.reset();
+            capacity_ = 0;
+            memory_.reset(new T[size_t(count)]);
+            capacity_ = count;
+        }
+        return memory_.get();
+    }
+
+  private:
+    std::unique_ptr<T[]> memory_;
+    int64_t capacity_ = 0;
+};
+
+struct RowScratch {
+    Scratch<float> values;
+    Scratch<int16_t> codes;
+    Scratch<float> scales;
+    Scratch<int32_t> sums;
+    Scratch<PackedRow> rows;
+};
+
+struct HrPool {
+    HrPool(int num_threads, int spin_us) : threads(num_threads, spin_us) {}
+
+    std::mutex one_caller;
+    TilePool threads;
+    RowScratch hidden;
+    RowScratch middle;
+};
+
+struct Expert {
+    const char* block;
+    int64_t first_pair;
+    int64_t num_pairs;
+};
+
+// The experts of a step that somebody chose.
+inline std::vector<Expert> chosen_experts(const HrStep& step) {
+    std::vector<Expert> experts;
+    for (int64_t e = 0; e < step.num_experts; e++) {
+        const int64_t begin = step.pair_begin[e], end = step.pair_begin[e + 1];
+        if (end > begin)
+            experts.push_back({static_cast<const char*>(step.blocks[e]), begin, end - begin});
+    }
+    return experts;
+}
+
+inline int64_t num_rows_of(const HrStep& step) {
+    int64_t num_rows = 0;
+    for (int64_t p = 0; p < step.pair_begin[step.num_experts]; p++)
+        num_rows = std::max(num_rows, step.row_ids[p] + 1);
+    return num_rows;
+}
+
+// How many threads a step of that many bytes of weights keeps busy.
+inline int useful_threads(const HrPool& pool, int64_t num_bytes) {
+    return int(std::min<int64_t>(1 + num_bytes / BYTES_PER_THREAD, pool.threads.num_threads()));
+}
+
+inline void wait_for_zero(const std::atomic<int32_t>& counter) {
+    constexpr int NUM_PAUSES = 1000;
+    for (int i = 0; counter.load(std::memory_order_acquire) > 0; i++) {
+        if (i < NUM_PAUSES)
+            pause_briefly();
+        else if (i < 2 * NUM_PAUSES)
+            std::this_thread::yield();
+        else
+            std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+}
+
+void run_plain_step(HrPool& pool, const HrForm& form, const Kernels& kernels, const HrStep& step);
+void run_packed_step(HrPool& pool, const HrForm& form, const PackedFormat& format,
+                     const PackedKernels& kernels, const HrStep& step);

@@ -82,7 +82,9 @@ class CpuWorker:
             return None
         started_ns = time.monotonic_ns()
         num_rows = self._views.read_header()[2]
-        rows = StepRows.of(self._views, num_rows, command.experts)
+        rows = StepRows.of(
+            self._views, num_rows, command.experts, rows_apart=self._views.rows_apart
+        )
         num_bytes = len(command.experts) * self.layout.block_bytes
         if self._function.takes_whole_steps:
             tensors = [self._tensors_of(command.layer, expert) for expert in command.experts]

@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from protocol.errors import ProtocolError
-from protocol.step_segment import HEADER_LAYER, HEADER_NUM_ROWS, HEADER_STEP
+from protocol.step_segment import (
+    HEADER_LAYER,
+    HEADER_NUM_ROWS,
+    HEADER_ROWS_APART,
+    HEADER_STEP,
+)
 
 if TYPE_CHECKING:
     import mmap
@@ -77,11 +82,19 @@ class ActivationViews:
         self.first_row = self.hidden[0:1]
         self.first_places = [self.places[k : k + 1] for k in range(self.top_k)]
 
-    def write_header(self, step: int, layer: int, num_rows: int) -> None:
+    def write_header(
+        self, step: int, layer: int, num_rows: int, *, rows_apart: bool = False
+    ) -> None:
         """Say what the segment holds now; the writer's last act before `Routed`."""
         self.header[HEADER_STEP] = step
         self.header[HEADER_LAYER] = layer
         self.header[HEADER_NUM_ROWS] = num_rows
+        self.header[HEADER_ROWS_APART] = rows_apart
+
+    @property
+    def rows_apart(self) -> bool:
+        """Whether each row is another sequence's, and is to have the bits it would have alone."""
+        return bool(self.header[HEADER_ROWS_APART])
 
     def read_header(self) -> tuple[int, int, int]:
         """(step, layer, num_rows).
@@ -104,13 +117,16 @@ class StepRows:
     """Rows of one layer-step, for the experts it was made for.
 
     `hidden` [n, hidden_size], contiguous, holds the rows that enter. With one row, `choice_of` maps
-    an expert to its choice index and `by_expert` is empty; otherwise the other way round.
+    an expert to its choice index and `by_expert` is empty; otherwise the other way round. With
+    `rows_apart` a row's bits must be those it would have alone, so who adds in an order that hangs
+    on the number of rows computes one after the other.
     """
 
     views: ActivationViews
     hidden: torch.Tensor
     choice_of: dict[int, int]
     by_expert: RowsByExpert
+    rows_apart: bool = False
 
     @classmethod
     def of(
@@ -119,6 +135,8 @@ class StepRows:
         num_rows: int,
         experts: Sequence[int],
         hidden: torch.Tensor | None = None,
+        *,
+        rows_apart: bool = False,
     ) -> StepRows:
         """Find the rows of `experts` among the first `num_rows`; nobody's choice has none.
         `hidden` is by default what was published."""
@@ -127,7 +145,7 @@ class StepRows:
             first = views.first_row if hidden is None else hidden
             return cls(views, first, {expert: k for k, expert in enumerate(chosen)}, {})
         hidden = views.hidden if hidden is None else hidden
-        return cls(views, hidden, {}, rows_of(views.choices, num_rows, experts))
+        return cls(views, hidden, {}, rows_of(views.choices, num_rows, experts), rows_apart)
 
 
 def rows_of(choices: torch.Tensor, num_rows: int, experts: Sequence[int]) -> RowsByExpert:
@@ -161,6 +179,9 @@ def run_expert(
     found = step_rows.by_expert.get(expert)
     if found is not None and len(found[0]):
         row_ids, place_ids = found
-        # index_select gives a fresh, contiguous, 64-byte aligned tensor.
-        result = function(tensors, step_rows.hidden.index_select(0, row_ids))
-        views.places.index_copy_(0, place_ids, result)
+        num_together = 1 if step_rows.rows_apart else len(row_ids)
+        for start in range(0, len(row_ids), num_together):
+            rows = row_ids[start : start + num_together]
+            # index_select gives a fresh, contiguous, 64-byte aligned tensor.
+            result = function(tensors, step_rows.hidden.index_select(0, rows))
+            views.places.index_copy_(0, place_ids[start : start + num_together], result)

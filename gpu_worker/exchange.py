@@ -61,13 +61,16 @@ class Exchange:
         self._replay = replay
         self._table: ResidencyReader | None = None
         self._step = StepId(-1)
+        self._rows_apart = False
         self.joined_ns = 0
         #: Commands of another step or layer.
         self.num_stale = 0
 
-    def begin_step(self, step: StepId) -> None:
-        """The layers that follow belong to `step`."""
+    def begin_step(self, step: StepId, *, rows_apart: bool = False) -> None:
+        """The layers that follow belong to `step`. `rows_apart`: each row is another sequence's and
+        must come out as it would alone."""
         self._step = step
+        self._rows_apart = rows_apart
         self.joined_ns = 0
         table = self._residency
         self._table = table if table is not None and table.epoch == self._epoch else None
@@ -95,7 +98,7 @@ class Exchange:
             choices = self._replay.choices(layer, choices)
         routed_ns = time.monotonic_ns()
         step, started_ns = self._step, 0
-        counts = self._rows.route(hidden, choices)
+        counts = self._rows.route(hidden, choices, rows_apart=self._rows_apart)
         experts = list(counts)
         table = self._table
         if table is not None:

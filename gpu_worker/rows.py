@@ -38,8 +38,11 @@ class Rows(Protocol):
     """One layer-step's rows. Calls come as: route, publish if others are to compute, any number of
     compute, join."""
 
-    def route(self, hidden: torch.Tensor, choices: torch.Tensor) -> dict[ExpertId, int]:
-        """Take hidden [n, H] and choices [n, K].
+    def route(
+        self, hidden: torch.Tensor, choices: torch.Tensor, *, rows_apart: bool = False
+    ) -> dict[ExpertId, int]:
+        """Take hidden [n, H] and choices [n, K]. `rows_apart`: each row is to be computed to the
+        bits that it would have alone.
 
         Returns:
             Rows per chosen expert, experts in the order in which the router names them.
@@ -107,14 +110,18 @@ class HostRows:
         self._is_early = not function.takes_whole_steps
         self._hidden = views.hidden
         self._choices = views.choices
+        self._rows_apart = False
         self._counts: dict[ExpertId, int] = {}
         self._step_rows: StepRows | None = None
         self._computed_ns = 0
 
-    def route(self, hidden: torch.Tensor, choices: torch.Tensor) -> dict[ExpertId, int]:
+    def route(
+        self, hidden: torch.Tensor, choices: torch.Tensor, *, rows_apart: bool = False
+    ) -> dict[ExpertId, int]:
         self._hidden, self._choices = hidden.contiguous(), choices
         chosen = choices.tolist()
         self._counts = count_choices(chosen)
+        self._rows_apart = rows_apart
         self._step_rows = None
         if self._is_early:
             self._put_hidden()
@@ -136,12 +143,16 @@ class HostRows:
             self._put_hidden()
         if num_rows == 1:
             views.choices[0:1].copy_(self._choices)
-        views.write_header(step, layer, num_rows)
+        views.write_header(step, layer, num_rows, rows_apart=self._rows_apart)
 
     def compute(self, experts: Sequence[ExpertId], slots: Sequence[SlotId]) -> None:
         if self._step_rows is None:  # once per layer-step, and only if anything is resident
             self._step_rows = StepRows.of(
-                self._views, self._hidden.shape[0], list(self._counts), self._hidden
+                self._views,
+                self._hidden.shape[0],
+                list(self._counts),
+                self._hidden,
+                rows_apart=self._rows_apart,
             )
         tensors = [self._slots.tensors(slot) for slot in slots]
         self._function.run_step(self._step_rows, experts, tensors)
@@ -206,12 +217,15 @@ class DeviceRows:
         self._places = torch.empty(views.places.shape, dtype=torch.float32, device=device)
         self._hidden = torch.empty(views.hidden.shape, dtype=views.hidden.dtype, device=device)
         self._num_rows = 0
+        self._rows_apart = False
         self._chosen: list[ExpertId] = []
         self._counts: dict[ExpertId, int] = {}
         self._computed: set[int] = set()
         self._ordered: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
 
-    def route(self, hidden: torch.Tensor, choices: torch.Tensor) -> dict[ExpertId, int]:
+    def route(
+        self, hidden: torch.Tensor, choices: torch.Tensor, *, rows_apart: bool = False
+    ) -> dict[ExpertId, int]:
         views = self._views
         num_rows = self._num_rows = hidden.shape[0]
         self._hidden[:num_rows].copy_(hidden)
@@ -225,10 +239,11 @@ class DeviceRows:
         self._counts = count_choices(chosen)
         self._computed.clear()
         self._ordered = None
+        self._rows_apart = rows_apart
         return self._counts
 
     def publish(self, step: int, layer: int) -> None:
-        self._views.write_header(step, layer, self._num_rows)
+        self._views.write_header(step, layer, self._num_rows, rows_apart=self._rows_apart)
 
     def compute(self, experts: Sequence[ExpertId], slots: Sequence[SlotId]) -> None:
         for expert, slot in zip(experts, slots, strict=True):
@@ -239,8 +254,12 @@ class DeviceRows:
                 self._places[choice : choice + 1].copy_(result)
             else:
                 row_ids, place_ids = self._rows_of(expert)
-                result = self._function(tensors, self._hidden.index_select(0, row_ids))
-                self._places.index_copy_(0, place_ids, result)
+                num_together = 1 if self._rows_apart else len(row_ids)
+                for rows, places in zip(
+                    row_ids.split(num_together), place_ids.split(num_together), strict=True
+                ):
+                    result = self._function(tensors, self._hidden.index_select(0, rows))
+                    self._places.index_copy_(0, places, result)
         self._computed.update(experts)
         self._stream.mark()
 

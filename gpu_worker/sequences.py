@@ -1,4 +1,4 @@
-"""The KV caches: one per running sequence, and the number of positions that it holds.
+"""The KV caches: one per running sequence, and the tokens whose positions it holds.
 
 The orchestrator says where every step starts. This worker holds what earlier steps have left, so
 the two must agree, and a disagreement is a fault, never a silent wrong answer. Each sequence has a
@@ -27,7 +27,7 @@ class Sequences(Generic[CacheT]):
         self._new_cache = new_cache
         self._max_tokens = max_tokens
         self._caches: dict[SequenceId, CacheT] = {}
-        self._num_positions: dict[SequenceId, int] = {}
+        self._tokens: dict[SequenceId, list[int]] = {}
 
     def begin_step(self, sequence: SequenceId, start: int, num_tokens: int) -> CacheT:
         """The cache for a step that adds `num_tokens` positions from `start` on; 0 begins anew.
@@ -44,7 +44,8 @@ class Sequences(Generic[CacheT]):
         if start == 0:
             self.drop(sequence)
             self._caches[sequence] = self._new_cache()
-        held = self._num_positions.get(sequence, 0)
+            self._tokens[sequence] = []
+        held = len(self._tokens.get(sequence, ()))
         if sequence not in self._caches or held != start:
             raise ProtocolError(
                 f"the step starts at position {start} of sequence {sequence}, "
@@ -52,14 +53,18 @@ class Sequences(Generic[CacheT]):
             )
         return self._caches[sequence]
 
-    def end_step(self, sequence: SequenceId, num_tokens: int) -> None:
-        """The step went through: the cache now holds `num_tokens` positions more."""
-        self._num_positions[sequence] = self._num_positions.get(sequence, 0) + num_tokens
+    def end_step(self, sequence: SequenceId, tokens: list[int]) -> None:
+        """The step went through: the cache now holds the positions of `tokens`, too."""
+        self._tokens[sequence] += tokens
+
+    def tokens(self, sequence: SequenceId) -> list[int]:
+        """All tokens whose positions the cache holds, the prompt's first."""
+        return self._tokens[sequence]
 
     def drop(self, sequence: SequenceId) -> None:
         """Free the cache. A sequence that is not held (any more) is fine: commands may repeat."""
         self._caches.pop(sequence, None)
-        self._num_positions.pop(sequence, None)
+        self._tokens.pop(sequence, None)
 
     def __len__(self) -> int:
         return len(self._caches)

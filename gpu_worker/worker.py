@@ -8,6 +8,7 @@ longer be trusted, and the orchestrator rebuilds the sequences in the worker tha
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -26,6 +27,7 @@ from expert_kernels.step_rows import ActivationViews
 from expert_store.layout import HEADER_BYTES, decode_header
 from gpu_worker.dense_path import set_up_dense_path
 from gpu_worker.exchange import Exchange
+from gpu_worker.joint_step import JointStep
 from gpu_worker.model import load_dense_model
 from gpu_worker.routing_replay import RoutingReplay
 from gpu_worker.rows import HostRows, weighted_sum
@@ -34,7 +36,15 @@ from gpu_worker.sequences import Sequences
 from gpu_worker.slots import SharedSlots
 from protocol.errors import ProtocolError, UserError
 from protocol.membarrier import MemoryBarrier
-from protocol.messages import Copied, Copy, DropSequence, Refused, StartStep, StepDone
+from protocol.messages import (
+    Copied,
+    Copy,
+    DropSequence,
+    Refused,
+    Sampled,
+    StartStep,
+    StepDone,
+)
 from protocol.residency import RESIDENCY, ResidencyReader
 from protocol.step_segment import ACTIVATIONS, WEIGHTS
 
@@ -48,7 +58,7 @@ if TYPE_CHECKING:
     from gpu_worker.model import DenseModel
     from gpu_worker.rows import Rows
     from gpu_worker.slots import ExpertSlots
-    from protocol.messages import SequenceId, WorkerCommand
+    from protocol.messages import SequenceId, StepPart, WorkerCommand
     from protocol.worker_life import WorkerLink
 
 log = logging.getLogger("headrace.gpu_worker")
@@ -89,11 +99,13 @@ class GpuWorker:
             replay,
         )
         self._replay = replay
-        self._running: SequenceId | None = None
-        self._is_running_dropped = False
+        #: Sequences of the step under way, and those of them to be dropped after it.
+        self._running: list[SequenceId] = []
+        self._dropped: list[SequenceId] = []
         #: Commands for another incarnation, or for another role.
         self.num_dropped = 0
-        model.connect(self._exchange)
+        self._joint = JointStep(self._exchange)
+        model.connect(self._joint)
 
     def serve(self) -> None:
         """Follow commands until the orchestrator is gone or tells us to leave (OrchestratorGone).
@@ -110,52 +122,77 @@ class GpuWorker:
                 self._other(command)
 
     def _start_step(self, command: StartStep) -> None:
-        tokens, setup = command.tokens, self._link.setup
-        if not 1 <= len(tokens) <= setup.max_rows:
-            raise ProtocolError(
-                f"step {command.step} has {len(tokens)} tokens, 1 to {setup.max_rows} are allowed"
-            )
-        if min(tokens) < 0 or max(tokens) >= self._model.vocab_size:
-            raise ProtocolError(
-                f"step {command.step} has a token outside the vocabulary of "
-                f"{self._model.vocab_size}"
-            )
-        cache = self._sequences.begin_step(command.sequence, command.start, len(tokens))
-        self._running = command.sequence
-        self._exchange.begin_step(command.step)
+        self._check(command)
+        parts = command.parts
+        caches = [
+            self._sequences.begin_step(part.sequence, part.start, len(part.tokens))
+            for part in parts
+        ]
+        self._running = [part.sequence for part in parts]
+        self._exchange.begin_step(command.step, rows_apart=len(parts) > 1)
         if self._replay is not None:
-            self._replay.begin_step(range(command.start, command.start + len(tokens)))
-        logits = self._model.forward(tokens, cache)
-        self._sequences.end_step(command.sequence, len(tokens))
-        token, logits_digest = None, ""
-        if command.sampling is not None:
-            try:
-                token = sample(logits, command.sampling, command.start + len(tokens))
-            except LogitsError as error:
-                raise LogitsError(f"step {command.step}: {error}") from None
-            if setup.digest_logits:
-                logits_digest = digest(logits)
+            self._replay.begin_step(
+                [part.start + offset for part in parts for offset in range(len(part.tokens))]
+            )
+        logits = self._joint.run(
+            [
+                functools.partial(self._model.forward, part.tokens, cache)
+                for part, cache in zip(parts, caches, strict=True)
+            ]
+        )
+        for part in parts:
+            self._sequences.end_step(part.sequence, part.tokens)
+        try:
+            sampled = [
+                self._sample(of_part, part) for of_part, part in zip(logits, parts, strict=True)
+            ]
+        except LogitsError as error:
+            raise LogitsError(f"step {command.step}: {error}") from None
         self._link.send(
             StepDone(
                 self._link.epoch,
                 command.step,
-                token,
-                logits_digest,
+                sampled,
                 self._exchange.joined_ns,
                 time.monotonic_ns(),
                 self._exchange.num_reports,
             )
         )
-        self._running = None
-        if self._is_running_dropped:
-            self._sequences.drop(command.sequence)
-            self._is_running_dropped = False
+        self._running = []
+        for sequence in self._dropped:
+            self._sequences.drop(sequence)
+        self._dropped.clear()
+
+    def _check(self, command: StartStep) -> None:
+        """ProtocolError unless the step can be followed."""
+        parts, setup = command.parts, self._link.setup
+        num_rows = sum(len(part.tokens) for part in parts)
+        if not all(part.tokens for part in parts) or not 1 <= num_rows <= setup.max_rows:
+            raise ProtocolError(
+                f"step {command.step} has {num_rows} tokens, 1 to {setup.max_rows} are allowed"
+            )
+        if len(parts) > 1 and num_rows > len(parts):
+            raise ProtocolError(f"step {command.step} has several sequences and a prompt")
+        if len({part.sequence for part in parts}) < len(parts):
+            raise ProtocolError(f"step {command.step} names a sequence twice")
+        for part in parts:
+            if min(part.tokens) < 0 or max(part.tokens) >= self._model.vocab_size:
+                raise ProtocolError(
+                    f"step {command.step} has a token outside the vocabulary of "
+                    f"{self._model.vocab_size}"
+                )
+
+    def _sample(self, logits: torch.Tensor, part: StepPart) -> Sampled | None:
+        if part.sampling is None:
+            return None
+        token = sample(logits, part.sampling, part.start + len(part.tokens))
+        return Sampled(token, digest(logits) if self._link.setup.digest_logits else "")
 
     def _other(self, command: WorkerCommand) -> None:
         """Commands that may come at any time, within a step too."""
         if isinstance(command, DropSequence):
-            if command.sequence == self._running:
-                self._is_running_dropped = True  # its layers are at work on the cache
+            if command.sequence in self._running:
+                self._dropped.append(command.sequence)  # its layers are at work on the cache
             else:
                 self._sequences.drop(command.sequence)
         elif isinstance(command, Copy) and self._copier is not None:

@@ -112,7 +112,8 @@ class LayerRecord(msgspec.Struct, tag="layer", tag_field="kind"):
 
 
 class StepRecord(msgspec.Struct, tag="step", tag_field="kind"):
-    """One pass of tokens through the model."""
+    """One pass of tokens through the model. Of several sequences that decode together, `request`
+    names all, with commas between, and `start` is the first one's."""
 
     request: str
     step: int
@@ -202,6 +203,8 @@ class LatencyFold:
     def __init__(self, write: Callable[[LogRecord], None] | None = None) -> None:
         self._write = write
         self._times: dict[RequestId, StageTimes] = {}
+        #: Whose step is under way.
+        self._requests: list[RequestId] = []
         self._step: StepRecord | None = None
         self._layer: LayerRecord | None = None
         self._copies: dict[CopyId, DmaSpan] = {}
@@ -261,15 +264,16 @@ class LatencyFold:
                     layer.dma.append(span)
             case StartStep():
                 self._break_off()
+                self._requests = []
                 self._step = StepRecord(
                     "",
                     command.step,
-                    command.start,
-                    len(command.tokens),
+                    command.parts[0].start,
+                    sum(len(part.tokens) for part in command.parts),
                     now_ns,
                     0,
                     0,
-                    command.sampling is not None,
+                    any(part.sampling is not None for part in command.parts),
                     False,
                 )
             case _:
@@ -328,7 +332,8 @@ class LatencyFold:
             return
         if layer.layer != planned.layer:
             return
-        step.request = layer.request = planned.request
+        self._requests = planned.requests
+        step.request = layer.request = ",".join(planned.requests)
         layer.num_rows = planned.num_rows
         layer.hits = planned.hits
         layer.fills = planned.fills
@@ -371,8 +376,7 @@ class LatencyFold:
         step.joined_ns = event.joined_ns
         step.done_ns = event.done_ns
         step.is_complete = True
-        times = self._times.get(RequestId(step.request))
-        if times is not None:
+        for times in self._times_of_step():
             for stage, duration_ns in step_stages(step):
                 times.add(stage, duration_ns)
         if self._write is not None:
@@ -387,12 +391,16 @@ class LatencyFold:
         layer.fill_bytes = sum(span.num_bytes for span in layer.dma)
         layer.cpu_bytes = sum(span.num_bytes for span in layer.cpu_runs)
         layer.is_complete = layer.planned_ns > 0
-        times = self._times.get(RequestId(layer.request))
-        if times is not None and layer.is_complete:
-            for stage, duration_ns in layer_stages(layer):
-                times.add(stage, duration_ns)
+        if layer.is_complete:
+            for times in self._times_of_step():
+                for stage, duration_ns in layer_stages(layer):
+                    times.add(stage, duration_ns)
         if self._write is not None:
             self._write(layer)
+
+    def _times_of_step(self) -> list[StageTimes]:
+        times = [self._times.get(request) for request in self._requests]
+        return [of_request for of_request in times if of_request is not None]
 
     def _break_off(self) -> None:
         """The step under way will not go on."""

@@ -73,6 +73,7 @@ def core_config(
         num_experts=max(layout.num_experts),
         host_bytes_per_s=settings.host_bytes_per_s,
         link_bytes_per_s=settings.link_bytes_per_s,
+        max_num_seqs=settings.max_num_seqs,
         report_plans=True,
     )
 

@@ -22,6 +22,7 @@ DEFAULT_SLOTS = "25%"
 DEFAULT_WORKER_TIMEOUT_S = 60.0
 #: Rows of the activation segment: how many prompt tokens go through the model in one step.
 DEFAULT_MAX_ROWS = 64
+DEFAULT_MAX_NUM_SEQS = 4
 BYTES_PER_GB = 1e9
 #: More than any model has: for checking a number of slots before the model is known.
 MANY_EXPERTS = 10**12
@@ -46,6 +47,8 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     num_cpu_workers: int = 1
     max_rows: int = DEFAULT_MAX_ROWS
     max_context: int | None = None
+    #: Requests that are served at once; more wait.
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
     latency_log: Path | None = None
     #: Where to write what routers choose, and what experts to take in their place.
     record_routing: Path | None = None

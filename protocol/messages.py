@@ -25,7 +25,7 @@ from protocol.sampling import SamplingParams as SamplingParams
 from protocol.sampling import TokenLogprobs as TokenLogprobs
 
 #: Raised on every incompatible change; a worker of another version is refused by name.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 #: No control message comes near this. Larger frames are dropped before they are decoded.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
@@ -153,18 +153,24 @@ class Ran(Message, frozen=True):
     num_reports: int = 0
 
 
+class Sampled(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The token that follows one part of a step."""
+
+    token: int
+    logits_digest: str = ""
+    #: If `SamplingParams.num_logprobs` asked for them.
+    logprobs: TokenLogprobs | None = None
+
+
 class StepDone(Message, frozen=True):
-    """gpu_worker: the last layer is through. `token` is set when the step was to sample, and
-    `logprobs` when its sampling asked for them."""
+    """gpu_worker: the last layer is through. `sampled[i]` is set when part i was to sample."""
 
     epoch: Epoch
     step: StepId
-    token: int | None
-    logits_digest: str
+    sampled: list[Sampled | None]
     joined_ns: int
     done_ns: int
     num_reports: int = 0
-    logprobs: TokenLogprobs | None = None
 
 
 class Copied(Message, frozen=True):
@@ -224,24 +230,37 @@ class Refused(Message, frozen=True):
     sentence: str
 
 
-class StartStep(Message, frozen=True):
-    """gpu_worker: run `tokens` of a sequence through the model.
+class StepPart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One sequence's share of a step: its next `tokens`.
 
     `start` is the position of tokens[0]; the worker's KV cache must hold exactly `start` positions,
     and `start` 0 begins the sequence anew. `sampling` None: no token is wanted (all but the last
-    prompt chunk, and tokens replayed after a crash).
+    prompt chunk, and tokens replayed after a crash). `num_prompt` tells the prompt's tokens from
+    those that were generated.
 
     `allowed_tokens`, empty when anything goes: a bit per token of the vocabulary, token t at bit
     t % 8 of byte t // 8; 0 forbids the token, and so does the end of the bytes.
     """
 
-    epoch: Epoch
-    step: StepId
     sequence: SequenceId
     start: int
     tokens: list[int]
     sampling: SamplingParams | None = None
+    num_prompt: int = 0
     allowed_tokens: bytes = b""
+
+
+class StartStep(Message, frozen=True):
+    """gpu_worker: run the tokens of `parts` through the model, layer by layer all together.
+
+    The rows of a layer-step are those of the parts, one part after the other. Either there is one
+    part, or each part is of another sequence and has one token; a row of several parts must come
+    out as it would alone.
+    """
+
+    epoch: Epoch
+    step: StepId
+    parts: list[StepPart]
 
 
 class Run(Message, frozen=True):

@@ -10,7 +10,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     The random number for a token depends on (seed, position) alone, so that a sequence rebuilt
     after a crash goes on with the very tokens it would have had. In order: `logit_bias` and the
-    penalties change the logits, then a mask (`StartStep.allowed_tokens`) forbids, then temperature
+    penalties change the logits, then a mask (`StepPart.allowed_tokens`) forbids, then temperature
     and the filters. Greedy decoding is the arg max of what bias, penalties and mask leave.
     """
 

@@ -1,6 +1,7 @@
 """The activation segment: what a layer-step hands from the router to the experts and back.
 
-    header   int64 [8]                     step, layer, num_rows, 0...   written by gpu_worker
+    header   int64 [8]                     step, layer, num_rows, rows_apart, 0...
+                                                                         written by gpu_worker
     hidden   dtype [max_rows, hidden]      rows that enter the experts   written by gpu_worker
     choices  int32 [max_rows, top_k]       the router's choice, best first
     rows     float32 [max_rows, top_k, hidden]   result of choice k of row r; whoever computed it
@@ -23,6 +24,8 @@ ARENA = "arena"
 HEADER_STEP = 0
 HEADER_LAYER = 1
 HEADER_NUM_ROWS = 2
+#: 1: each row belongs to another sequence, and its result must have the bits it would have alone.
+HEADER_ROWS_APART = 3
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int32": 4, "int64": 8}
 #: Every field starts on a page: whole-page alignment keeps vector loads and mlock simple.

@@ -24,7 +24,7 @@ import msgpack
 import numpy as np
 import zmq
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 def receive_grant(line: socket.socket) -> tuple[dict[str, Any], list[int]]:

@@ -163,6 +163,12 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
         help="longest sequence, prompt included (default: the model's own limit)",
     )
     group.add_argument(
+        "--max-num-seqs",
+        type=number(int, 1, "sequences"),
+        metavar="N",
+        help="requests that are served at once and decode together; more wait (default: 4)",
+    )
+    group.add_argument(
         "--latency-log",
         type=Path,
         metavar="FILE",
@@ -217,6 +223,7 @@ _FIELDS = {
     "emulate_link_gbps": "emulate_link_gbps",
     "cpu_workers": "num_cpu_workers",
     "max_context": "max_context",
+    "max_num_seqs": "max_num_seqs",
     "latency_log": "latency_log",
     "record_routing": "record_routing",
     "replay_routing": "replay_routing",

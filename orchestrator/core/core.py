@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, assert_never
 
+import msgspec
+
 from orchestrator.core.directory import InvariantBroken
 from orchestrator.core.dispatch import ExpertDispatch
 from orchestrator.core.events import (
@@ -162,8 +164,9 @@ class Core:
         ):
             return self._ignored()
         commands: list[CoreCommand] = []
-        self._scheduler.step_done(event, commands)
+        self._scheduler.check_done(event)
         self._dispatch.end_step(commands)
+        self._scheduler.step_done(event, commands)
         return self._went_on(commands)
 
     # ---- requests ----
@@ -271,6 +274,7 @@ class Core:
             link_bytes_per_s=roster.link_bytes_per_s,
             missing_role=self._missing_role,
             num_ignored_events=self._num_ignored,
+            totals=msgspec.structs.replace(self._dispatch.totals),
         )
 
     def check(self) -> None:

@@ -108,14 +108,22 @@ class ExpertDispatch(ExpertPlacement):
     def begin_step(self, flight: Flight) -> None:
         """The layers of this step come next, from 0."""
         self._flight = flight
-        self._counters = flight.live.counters
+        self._counters = RequestCounters()
         self.num_joined = 0
         self._background.evicted.clear()
 
     def end_step(self, commands: list[CoreCommand]) -> None:
         """All layers of the step are through, and reported."""
-        self._flight = None
+        self._end_flight()
         self._background.rest(self._roster.link_epoch, commands)
+
+    def _end_flight(self) -> None:
+        """The step is over, one way or another: whoever was in it bears what it cost."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self.totals.add(self._counters)
+            for part in flight.parts:
+                part.live.counters.add(self._counters)
 
     # ---- the layer-step ----
 
@@ -360,7 +368,7 @@ class ExpertDispatch(ExpertPlacement):
         if self.work is not None:
             self._unanswered.add(self.work)
         self.work = None
-        self._flight = None
+        self._end_flight()
         self.num_joined = 0
         self._running.clear()
         self._background.gpu_lost()

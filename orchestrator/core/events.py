@@ -68,7 +68,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     costs: BranchCosts | None = None
     host_bytes_per_s: float | None = None
     link_bytes_per_s: float | None = None
-    #: Sequences that may be active at once; they take turns, one step each.
+    #: Sequences that may be active at once: they decode together.
     max_num_seqs: int = 1
     #: Emit `Planned` for every layer-step; off, nothing is built for it.
     report_plans: bool = False
@@ -169,7 +169,8 @@ CoreEvent = (
 
 
 class RequestCounters(msgspec.Struct):
-    """What a request has cost so far. Counts are experts per layer-step, each counted once."""
+    """What the steps of a request have cost so far. Counts are experts per layer-step, each counted
+    once; a step that several requests share counts whole for each of them."""
 
     layer_steps: int = 0
     hits: int = 0
@@ -182,6 +183,11 @@ class RequestCounters(msgspec.Struct):
     cpu_bytes: int = 0
     fill_busy_ns: int = 0
     cpu_busy_ns: int = 0
+
+    def add(self, other: RequestCounters) -> None:
+        """Count what `other` counts, too."""
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class TokenOut(msgspec.Struct, frozen=True):
@@ -205,7 +211,8 @@ class RequestDone(msgspec.Struct, frozen=True):
 class Planned(msgspec.Struct, frozen=True):
     """The decision for one layer-step, for the latency log: M = fills + cpu, and why."""
 
-    request: RequestId
+    #: Whose rows these are, in their order.
+    requests: list[RequestId]
     step: StepId
     layer: LayerId
     num_rows: int
@@ -294,6 +301,8 @@ class CoreSnapshot(msgspec.Struct, frozen=True):
     missing_role: Role | None
     #: Late, repeated and stale events that were dropped since the start.
     num_ignored_events: int
+    #: What all steps together have cost, each counted once.
+    totals: RequestCounters
 
 
 CoreCommand = (

@@ -145,8 +145,8 @@ def planned(
     split: Split,
 ) -> Planned:
     """What was decided for the layer-step that `event` is about."""
-    request, num_rows = flight.live.submit.request, flight.num_rows
-    return Planned(request, event.step, event.layer, num_rows, hits, fills, cpu, split)
+    requests, num_rows = flight.requests, flight.num_rows
+    return Planned(requests, event.step, event.layer, num_rows, hits, fills, cpu, split)
 
 
 def hold(condition: bool, sentence: str) -> None:

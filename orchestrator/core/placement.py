@@ -44,6 +44,7 @@ class ExpertPlacement:
         "_split",
         "directory",
         "num_joined",
+        "totals",
         "work",
     )
 
@@ -54,7 +55,9 @@ class ExpertPlacement:
         self._background = BackgroundFills(directory)
         self._last_copy = 0
         self._flight: Flight | None = None
+        #: Of the step in flight, and of all steps that are over.
         self._counters = RequestCounters()
+        self.totals = RequestCounters()
         self.work: LayerStep | None = None
         self.num_joined = 0
         #: Slots that the gpu_worker may still read, by what it was told to run from them.

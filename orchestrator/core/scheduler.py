@@ -1,20 +1,24 @@
 """Whose turn it is: requests, their tokens, and the next step.
 
-Requests wait in the order of their coming. Up to `max_num_seqs` of them are active and take turns,
-one step each; one step is in flight at a time, because the layers of a step share the slots, the
-link and the host's memory, and two steps at once would only halve each other.
+Requests wait in the order of their coming. Up to `max_num_seqs` of them are active, and one step is
+in flight at a time, because the layers of a step share the slots, the link and the host's memory,
+and two steps at once would only halve each other. A step is one of two kinds:
+
+    a chunk    the next prompt tokens of one sequence, up to the next multiple of max_rows
+    a decode   the one token after the cached ones, of every sequence whose prompt is through:
+               weights are then read once for all of them
+
+While there is work of both kinds they alternate. So a running stream never waits longer for its
+next token than one chunk takes, and a prompt never longer for its next chunk than one decode step;
+prompts take turns, and one that comes in later has no more turns than the others.
 
 A sequence knows all its tokens (the prompt, then what was sampled) and how many of them the
-gpu_worker's KV cache holds. The next step follows from these two alone:
-
-    the cache lacks prompt tokens  ->  the next chunk, up to the next multiple of max_rows
-    else                           ->  the one token after the cached ones
-    wanted is a new token          ->  only if that step ends at the last known token
-
-So a lost gpu_worker needs no special path: its caches are empty again, the same chunks follow, the
-known tokens are replayed one by one with nothing sampled (the same shapes give the same numbers),
-and sampling goes on at the first unknown token. What was emitted is among the known tokens and is
-never emitted again.
+gpu_worker's KV cache holds. What is next for it follows from these two alone, and a token is
+sampled only if the step ends at the last known token. So a lost gpu_worker needs no special path:
+its caches are empty again, the same chunks follow, the known tokens are replayed one by one with
+nothing sampled (the same shapes give the same numbers, whoever else is in the step), and sampling
+goes on at the first unknown token. What was emitted is among the known tokens and is never emitted
+again.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.core.directory import InvariantBroken
 from orchestrator.core.events import RequestCounters, RequestDone, TokenOut, WorkerFault
-from protocol.messages import DropSequence, SequenceId, StartStep, StepId
+from protocol.messages import DropSequence, SequenceId, StartStep, StepId, StepPart
 
 if TYPE_CHECKING:
     from orchestrator.core.events import CoreCommand, Submit, Withdraw
@@ -55,14 +59,18 @@ class Live:
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the prompt is through."""
+        return self.num_cached >= self.num_prompt
+
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """The step that the gpu_worker works on."""
+class Part:
+    """One sequence's share of the step in flight."""
 
-    step: StepId
     live: Live
-    #: What `num_cached` will be when it is done.
+    #: What `num_cached` will be when the step is done.
     end: int
     wants_token: bool
 
@@ -71,14 +79,36 @@ class Flight:
         return self.end - self.live.num_cached
 
 
+@dataclass(slots=True, eq=False)
+class Flight:
+    """The step that the gpu_worker works on."""
+
+    step: StepId
+    parts: list[Part]
+    #: A chunk of a prompt while other sequences decode: it must not cost them their experts.
+    is_guest: bool
+
+    @property
+    def num_rows(self) -> int:
+        return sum(part.num_rows for part in self.parts)
+
+    @property
+    def requests(self) -> list[RequestId]:
+        return [part.live.submit.request for part in self.parts]
+
+    def holds(self, live: Live) -> bool:
+        return any(part.live is live for part in self.parts)
+
+
 class Scheduler:
     """Requests in, steps and tokens out; see the module for the order."""
 
     __slots__ = (
         "_active",
+        "_had_turn",
+        "_is_chunk_next",
         "_last_sequence",
         "_last_step",
-        "_last_turn",
         "_live",
         "_max_num_seqs",
         "_max_rows",
@@ -99,10 +129,11 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._live: dict[RequestId, Live] = {}
         self._waiting: deque[Live] = deque()
-        self._active: deque[Live] = deque()  # next turn first
+        self._active: list[Live] = []  # next turn first
+        self._had_turn: list[Live] = []  # those of the last step that are not over
+        self._is_chunk_next = True
         self._last_sequence = 0
         self._last_step = 0
-        self._last_turn: Live | None = None
         self.flight: Flight | None = None
 
     @property
@@ -149,7 +180,7 @@ class Scheduler:
         if live is None or live.is_withdrawn:
             return False
         live.is_withdrawn = True
-        if self.flight is None or self.flight.live is not live:
+        if self.flight is None or not self.flight.holds(live):
             self._finish(live, "cancelled", gpu_epoch, commands)
         return True
 
@@ -163,52 +194,63 @@ class Scheduler:
             self._active.append(self._waiting.popleft())
         if not self._active:
             return None
-        if self._active[0] is self._last_turn:
-            self._active.rotate(-1)  # only now: who came in meanwhile goes before it
-        live = self._last_turn = self._active[0]
-        start, num_prompt = live.num_cached, live.num_prompt
-        end = min(start + self._max_rows, num_prompt) if start < num_prompt else start + 1
-        wants_token = end == len(live.tokens)
+        for live in self._had_turn:  # only now: who came in meanwhile goes before them
+            self._active.remove(live)
+            self._active.append(live)
+        decoding = [live for live in self._active if live.is_decoding]
+        in_prompt = [live for live in self._active if not live.is_decoding]
+        is_chunk = bool(in_prompt) and (self._is_chunk_next or not decoding)
+        if is_chunk:
+            self._had_turn = in_prompt[:1]
+        else:
+            self._had_turn = decoding[: self._max_rows]
+        self._is_chunk_next = not is_chunk
         self._last_step += 1
-        self.flight = Flight(StepId(self._last_step), live, end, wants_token)
+        parts = []
+        for live in self._had_turn:
+            end = min(live.num_cached + self._max_rows, live.num_prompt)
+            end = end if is_chunk else live.num_cached + 1
+            parts.append(Part(live, end, end == len(live.tokens)))
+        self.flight = Flight(StepId(self._last_step), parts, is_chunk and bool(decoding))
         commands.append(
-            StartStep(
-                gpu_epoch,
-                self.flight.step,
-                live.sequence,
-                start,
-                live.tokens[start:end],
-                live.submit.sampling if wants_token else None,
-            )
+            StartStep(gpu_epoch, self.flight.step, [_wire_part(part) for part in parts])
         )
         return self.flight
 
-    def step_done(self, event: StepDone, commands: list[CoreCommand]) -> None:
-        """The step in flight is through: emit its token, and end the request if that was the last.
+    def check_done(self, event: StepDone) -> None:
+        """Raises WorkerFault unless there is a token for each part that was to sample."""
+        parts = [] if self.flight is None else self.flight.parts
+        if len(event.sampled) != len(parts):
+            raise WorkerFault(
+                event.epoch, f"ended step {event.step} with {len(event.sampled)} answers"
+            )
+        for part, sampled in zip(parts, event.sampled, strict=True):
+            if part.wants_token and sampled is None:
+                sentence = f"ended step {event.step} without the token it was for"
+                raise WorkerFault(event.epoch, sentence)
 
-        Raises:
-            WorkerFault: the step was to sample and there is no token.
-        """
+    def step_done(self, event: StepDone, commands: list[CoreCommand]) -> None:
+        """The step in flight is through, and `check_done` passed it: emit its tokens, and end the
+        requests whose last those were."""
         flight = self.flight
         if flight is None or flight.step != event.step:
             raise InvariantBroken(f"step {event.step} is done, but it is not the one in flight")
-        if flight.wants_token and event.token is None:
-            raise WorkerFault(event.epoch, f"ended step {event.step} without the token it was for")
-        live = flight.live
-        live.num_cached = flight.end
         self.flight = None
-        if live.is_withdrawn:
-            self._finish(live, "cancelled", event.epoch, commands)
-            return
-        if not flight.wants_token or event.token is None:
-            return
-        if event.token in live.submit.eos_tokens:
-            self._finish(live, "stop", event.epoch, commands)
-            return
-        live.tokens.append(event.token)
-        commands.append(TokenOut(live.submit.request, event.token, event.logits_digest))
-        if live.num_generated == live.num_wanted:
-            self._finish(live, "length", event.epoch, commands)
+        for part, sampled in zip(flight.parts, event.sampled, strict=True):
+            live = part.live
+            live.num_cached = part.end
+            if live.is_withdrawn:
+                self._finish(live, "cancelled", event.epoch, commands)
+            elif not part.wants_token or sampled is None:
+                pass
+            elif sampled.token in live.submit.eos_tokens:
+                self._finish(live, "stop", event.epoch, commands)
+            else:
+                live.tokens.append(sampled.token)
+                request, logprobs = live.submit.request, sampled.logprobs
+                commands.append(TokenOut(request, sampled.token, sampled.logits_digest, logprobs))
+                if live.num_generated == live.num_wanted:
+                    self._finish(live, "length", event.epoch, commands)
 
     def gpu_lost(self, commands: list[CoreCommand]) -> None:
         """No cache is left and no step runs; active sequences will be rebuilt from their tokens."""
@@ -226,7 +268,12 @@ class Scheduler:
         commands: list[CoreCommand],
     ) -> None:
         del self._live[live.submit.request]
-        (self._active if live in self._active else self._waiting).remove(live)
+        if live in self._active:
+            self._active.remove(live)
+            if live in self._had_turn:
+                self._had_turn.remove(live)
+        else:
+            self._waiting.remove(live)
         if live.num_cached and gpu_epoch is not None:
             commands.append(DropSequence(gpu_epoch, live.sequence))
         commands.append(RequestDone(live.submit.request, reason, live.counters))
@@ -251,13 +298,33 @@ class Scheduler:
                 raise InvariantBroken(f"request {name} has cached tokens that it does not know")
             if live.num_cached and gpu_epoch is None:
                 raise InvariantBroken(f"request {name} has a cache, but there is no gpu_worker")
-            in_flight = self.flight is not None and self.flight.live is live
-            if live.is_withdrawn and not in_flight:
+            if live.is_withdrawn and not (self.flight is not None and self.flight.holds(live)):
                 raise InvariantBroken(f"request {name} is withdrawn, but still here")
         if any(live.num_cached for live in self._waiting):
             raise InvariantBroken("a waiting request has a cache")
         if self.flight is not None:
-            if gpu_epoch is None:
-                raise InvariantBroken("a step is in flight, but there is no gpu_worker")
-            if self.flight.live not in self._active:
-                raise InvariantBroken("the step in flight belongs to no active request")
+            self._check_flight(self.flight, gpu_epoch)
+
+        if any(live not in self._active for live in self._had_turn):
+            raise InvariantBroken("somebody who is over is to go behind the others")
+
+    def _check_flight(self, flight: Flight, gpu_epoch: Epoch | None) -> None:
+        if gpu_epoch is None:
+            raise InvariantBroken("a step is in flight, but there is no gpu_worker")
+        sequences = {part.live.sequence for part in flight.parts}
+        if not sequences or len(sequences) != len(flight.parts):
+            raise InvariantBroken("the step in flight is for nobody, or twice for somebody")
+        if any(part.live not in self._active for part in flight.parts):
+            raise InvariantBroken("the step in flight belongs to no active request")
+        if not 1 <= flight.num_rows <= self._max_rows:
+            raise InvariantBroken(f"the step in flight has {flight.num_rows} rows")
+        if len(flight.parts) > 1 and flight.num_rows != len(flight.parts):
+            raise InvariantBroken("a step in flight decodes more than a token of a sequence")
+
+
+def _wire_part(part: Part) -> StepPart:
+    live = part.live
+    tokens = live.tokens[live.num_cached : part.end]
+    if not part.wants_token:
+        return StepPart(live.sequence, live.num_cached, tokens)
+    return StepPart(live.sequence, live.num_cached, tokens, live.submit.sampling, live.num_prompt)

@@ -32,12 +32,14 @@ from protocol.messages import (
     RequestId,
     Routed,
     Run,
+    Sampled,
     SamplingParams,
     SequenceId,
     SlotId,
     StartStep,
     StepDone,
     StepId,
+    StepPart,
 )
 from tests.core.step_core import StepCore
 
@@ -76,7 +78,8 @@ def executed(epoch: Epoch, step: int, layer: int, *done: int) -> Executed:
 
 
 def step_done(step: int, token: int | None) -> StepDone:
-    return StepDone(GPU, StepId(step), token, "", 0, 0)
+    answers = [None if token is None else Sampled(token)]
+    return StepDone(GPU, StepId(step), answers, 0, 0)
 
 
 def copied(copy: int, epoch: Epoch = DMA) -> Copied:
@@ -100,7 +103,9 @@ def submit(core: StepCore, *prompt: int, max_tokens: int = 2, name: str = "a") -
 
 def test_a_request_from_its_prompt_to_its_last_token() -> None:
     core = started()
-    assert submit(core, 5, 6) == [StartStep(GPU, StepId(1), SequenceId(1), 0, [5, 6], SAMPLING)]
+    assert submit(core, 5, 6) == [
+        StartStep(GPU, StepId(1), [StepPart(SequenceId(1), 0, [5, 6], SAMPLING, 2)])
+    ]
 
     # Nothing is resident: one miss is filled, the other runs on the CPU, and nothing joins yet.
     assert core.handle(routed(1, 0, 3, 8)) == [
@@ -116,7 +121,7 @@ def test_a_request_from_its_prompt_to_its_last_token() -> None:
     assert core.handle(ran(1, 0, 3)) == []
     assert core.handle(step_done(1, 42)) == [
         TokenOut(RequestId("a"), 42, ""),
-        StartStep(GPU, StepId(2), SequenceId(1), 2, [42], SAMPLING),
+        StartStep(GPU, StepId(2), [StepPart(SequenceId(1), 2, [42], SAMPLING, 2)]),
     ]
 
     # Expert 3 is a hit now: it runs at once, and the fill that lands last carries the join.
@@ -227,7 +232,7 @@ def test_a_request_without_a_gpu_worker_waits_and_says_so_once() -> None:
     assert core.handle(WorkerJoined(DMA, "dma_worker", 10.0)) == []
     assert core.handle(WorkerJoined(GPU, "gpu_worker", 0.0, ARENA)) == [
         AttachArena(DMA, ARENA),
-        StartStep(GPU, StepId(1), SequenceId(1), 0, [5], SAMPLING),
+        StartStep(GPU, StepId(1), [StepPart(SequenceId(1), 0, [5], SAMPLING, 1)]),
     ]
 
 

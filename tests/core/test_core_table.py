@@ -42,6 +42,7 @@ from protocol.messages import (
     RequestId,
     Routed,
     Run,
+    Sampled,
     SlotId,
     StartStep,
     StepDone,
@@ -118,7 +119,7 @@ class Machine:
     def step(self, step: int, routing: list[list[int]]) -> None:
         for layer, experts in enumerate(routing):
             self.layer(step, layer, experts)
-        self.tell(StepDone(GPU, StepId(step), 5, "", 0, 0))
+        self.tell(StepDone(GPU, StepId(step), [Sampled(5)], 0, 0))
 
     def residents(self) -> list[Key]:
         return list(self.core._dispatch.directory.residents())
@@ -290,7 +291,7 @@ def test_between_steps_nothing_is_in_use() -> None:
         core.handle(copied(layer + 2))
         core.handle(Ran(GPU, StepId(1), LayerId(layer), [ExpertId(layer)], 0, 1))
     core.handle(Foreseen(LayerId(2), ExpertId(3)))
-    commands = core.handle(StepDone(GPU, StepId(1), 5, "", 0, 0))
+    commands = core.handle(StepDone(GPU, StepId(1), [Sampled(5)], 0, 0))
     kinds = [type(command) for command in commands]
     assert kinds.index(Copy) < kinds.index(StartStep)
     core.check()
@@ -309,7 +310,7 @@ def test_an_expert_that_left_in_the_background_may_have_been_used_before() -> No
     for copy in (1, 2):
         core.handle(copied(copy))
     core.handle(Ran(GPU, StepId(1), LayerId(0), [ExpertId(0), ExpertId(1)], 0, 1))
-    core.handle(StepDone(GPU, StepId(1), 5, "", 0, 0))
+    core.handle(StepDone(GPU, StepId(1), [Sampled(5)], 0, 0))
     core.handle(Foreseen(LayerId(0), ExpertId(3)))  # expert 0 leaves while step 2 looks at it
     core.handle(passed(0, 0, 1, step=2))
     assert core.snapshot().num_layers_joined == 1

@@ -30,12 +30,14 @@ from protocol.messages import (
     RequestId,
     Routed,
     Run,
+    Sampled,
     SamplingParams,
     SequenceId,
     SlotId,
     StartStep,
     StepDone,
     StepId,
+    StepPart,
 )
 from tests.core.step_core import StepCore
 
@@ -141,7 +143,7 @@ def test_a_lost_gpu_worker_takes_its_slots_and_its_step_along() -> None:
     core.check()
     assert core.handle(executed(CPU, 8)) == []
     assert core.handle(executed(CPU, 9)) == [
-        StartStep(NEXT, StepId(2), SequenceId(1), 0, [1, 2], SamplingParams())
+        StartStep(NEXT, StepId(2), [StepPart(SequenceId(1), 0, [1, 2], SamplingParams(), 2)])
     ]
     core.check()
 
@@ -174,8 +176,8 @@ def test_a_joining_dma_worker_gets_the_arena_before_any_copy() -> None:
         executed(CPU, 8, step=StepId(9)),
         Ran(STRANGER, STEP, LAYER, experts(3), 0, 1),
         Ran(GPU, STEP, LAYER, experts(3), 0, 1),
-        StepDone(GPU, STEP, 5, "", 0, 0),
-        StepDone(STRANGER, STEP, 5, "", 0, 0),
+        StepDone(GPU, STEP, [Sampled(5)], 0, 0),
+        StepDone(STRANGER, STEP, [Sampled(5)], 0, 0),
         WorkerLost(STRANGER),
         WorkerJoined(CPU, "cpu_worker", 30.0),
         Submit(RequestId("a"), [1, 2], 5, frozenset()),
@@ -258,7 +260,7 @@ def test_the_least_recently_demanded_expert_leaves_and_the_known_one_is_filled()
         for fill in fills:
             core.handle(copied(copy=fill.copy))
         core.handle(Ran(GPU, this, LAYER, experts(*chosen), 0, 1))
-        core.handle(StepDone(GPU, this, 5, "", 0, 0))
+        core.handle(StepDone(GPU, this, [Sampled(5)], 0, 0))
         core.check()
         return fills
 

@@ -10,10 +10,12 @@ from protocol.messages import (
     DropSequence,
     Epoch,
     RequestId,
+    Sampled,
     SamplingParams,
     SequenceId,
     StartStep,
     StepDone,
+    StepPart,
 )
 
 GPU, NEXT_GPU = Epoch(1), Epoch(2)
@@ -38,21 +40,33 @@ def submit(
     return commands
 
 
-def start(on: Scheduler, gpu: Epoch = GPU) -> StartStep | None:
+def start_parts(on: Scheduler, gpu: Epoch = GPU) -> list[StepPart]:
+    """The parts of the next step; none if there is none."""
     commands: list[object] = []
     on.start_next(gpu, commands)  # type: ignore[arg-type]
     on.check(gpu)
     if not commands:
-        return None
+        return []
     (step,) = commands
     assert isinstance(step, StartStep)
-    return step
+    return step.parts
 
 
-def finish(on: Scheduler, token: int | None = None, gpu: Epoch = GPU) -> list[object]:
+def start(on: Scheduler, gpu: Epoch = GPU) -> StepPart | None:
+    """The one part of the next step."""
+    parts = start_parts(on, gpu)
+    assert len(parts) < 2
+    return parts[0] if parts else None
+
+
+def finish(on: Scheduler, *tokens: int | None, gpu: Epoch = GPU) -> list[object]:
+    """End the step with a token for each part; with none for any by default."""
     commands: list[object] = []
     assert on.flight is not None
-    on.step_done(StepDone(gpu, on.flight.step, token, "", 0, 0), commands)  # type: ignore[arg-type]
+    answers = [None if token is None else Sampled(token) for token in tokens]
+    done = StepDone(gpu, on.flight.step, answers or [None] * len(on.flight.parts), 0, 0)
+    on.check_done(done)
+    on.step_done(done, commands)  # type: ignore[arg-type]
     on.check(gpu)
     return commands
 
@@ -165,26 +179,149 @@ def test_requests_are_served_in_the_order_of_their_coming() -> None:
     assert seen == [[1], [2], [3]]
 
 
-def test_active_sequences_take_turns_and_the_rest_waits() -> None:
+def test_sequences_whose_prompts_are_through_decode_together_and_the_rest_waits() -> None:
     on = scheduler(max_num_seqs=2)
     for name, token in (("a", 10), ("b", 20), ("c", 30)):
-        submit(on, name, [token], 2)
+        submit(on, name, [token], 3)
     seen = []
-    while (step := start(on)) is not None:
-        seen.append((step.sequence, step.start))
-        finish(on, 5)
-    assert seen == [(1, 0), (2, 0), (1, 1), (2, 1), (3, 0), (3, 1)]
+    while parts := start_parts(on):
+        seen.append([(part.sequence, part.start) for part in parts])
+        finish(on, *[5] * len(parts))
+    assert seen == [
+        [(1, 0)],
+        [(1, 1)],  # between two chunks, whoever can decode does
+        [(2, 0)],
+        [(1, 2), (2, 1)],  # and with this a is over
+        [(3, 0)],
+        [(2, 2), (3, 1)],
+        [(3, 2)],
+    ]
 
 
-def test_who_comes_in_during_a_step_goes_before_the_one_that_has_it() -> None:
+def test_a_long_prompt_and_running_streams_alternate() -> None:
+    on = scheduler(max_num_seqs=3)
+    for name in ("a", "b"):
+        submit(on, name, [1], 9)
+    for tokens in ([5], [5], [5], [5, 5]):
+        start_parts(on)
+        finish(on, *tokens)
+    submit(on, "long", list(range(13)), 9)
+    seen = []
+    for _ in range(8):
+        parts = start_parts(on)
+        seen.append([(part.sequence, len(part.tokens)) for part in parts])
+        assert on.flight is not None
+        assert on.flight.is_guest == (len(parts) == 1)
+        finish(on, *[None if part.sampling is None else 5 for part in parts])
+    decode = [(1, 1), (2, 1)]
+    assert seen == [
+        [(3, 4)],
+        decode,
+        [(3, 4)],
+        decode,
+        [(3, 4)],
+        decode,
+        [(3, 1)],
+        [*decode, (3, 1)],
+    ]
+
+
+def test_a_prompt_alone_is_no_guest() -> None:
     on = scheduler(max_num_seqs=2)
-    submit(on, "a", [10])
+    submit(on, "a", list(range(9)))
+    submit(on, "b", list(range(9)))
+    for _ in range(4):
+        start(on)
+        assert on.flight is not None
+        assert not on.flight.is_guest
+        finish(on)
+
+
+def test_prompts_take_turns_and_who_comes_in_during_a_step_goes_first() -> None:
+    on = scheduler(max_num_seqs=4)
+    submit(on, "a", list(range(12)))
     start(on)
-    submit(on, "b", [20])
-    finish(on, 5)
-    step = start(on)
-    assert step is not None
-    assert step.tokens == [20]
+    submit(on, "b", list(range(8)))
+    finish(on)
+    seen = []
+    for _ in range(4):
+        part = start(on)
+        assert part is not None
+        seen.append((part.sequence, part.start))
+        finish(on, None if part.sampling is None else 5)
+    assert seen == [(2, 0), (1, 4), (2, 4), (2, 8)]
+
+
+def test_newcomers_without_end_do_not_starve_a_long_prompt() -> None:
+    on = scheduler(max_num_seqs=2)
+    submit(on, "long", list(range(40)))
+    since = 0
+    for number in range(30):
+        submit(on, f"short {number}", [1], 1)
+        part = start(on)
+        assert part is not None
+        since = 0 if part.sequence == 1 else since + 1
+        assert since < 3
+        if len(finish(on, None if part.sampling is None else 5)) and part.sequence == 1:
+            return
+    assert part.start == 36
+
+
+def test_more_sequences_than_rows_decode_in_turns() -> None:
+    on = scheduler(max_rows=2, max_num_seqs=3)
+    for name in ("a", "b", "c"):
+        submit(on, name, [1], 9)
+    for tokens in ([5], [5], [5], [5, 5], [5]):
+        start_parts(on)
+        finish(on, *tokens)
+    seen = []
+    for _ in range(3):
+        seen.append([part.sequence for part in start_parts(on)])
+        finish(on, 5, 5)
+    assert seen == [[1, 2], [3, 1], [2, 3]]
+
+
+def test_a_stream_that_ends_or_is_withdrawn_leaves_the_others_in_the_step() -> None:
+    on = scheduler(max_num_seqs=3)
+    for name in ("a", "b", "c"):
+        submit(on, name, [1], 9)
+    for tokens in ([5], [5], [5], [5, 5], [5]):
+        start_parts(on)
+        finish(on, *tokens)
+    assert [part.sequence for part in start_parts(on)] == [1, 2, 3]
+    assert withdraw(on, "b") == []
+    commands = finish(on, EOS, 7, 8)
+    assert [type(command) for command in commands] == [
+        *[DropSequence, RequestDone] * 2,
+        TokenOut,
+    ]
+    assert ends(commands) == ["stop", "cancelled"]
+    assert [part.sequence for part in start_parts(on)] == [3]
+
+
+def test_lost_caches_are_rebuilt_together_and_nothing_known_is_sampled() -> None:
+    on = scheduler(max_num_seqs=2)
+    submit(on, "a", [1], 9)
+    submit(on, "b", [2], 9)
+    for tokens in ([50], [51], [60], [52, 61]):
+        start_parts(on)
+        finish(on, *tokens)
+    start_parts(on)
+    on.gpu_lost([])
+    seen = []
+    for _ in range(5):
+        parts = start_parts(on, NEXT_GPU)
+        seen.append([(part.sequence, part.tokens, part.sampling is not None) for part in parts])
+        answers = [None if part.sampling is None else 9 for part in parts]
+        commands = finish(on, *answers, gpu=NEXT_GPU)
+        assert len(commands) == sum(answer is not None for answer in answers)
+    assert seen == [
+        [(1, [1], False)],
+        [(1, [50], False)],
+        [(2, [2], False)],
+        [(1, [51], False), (2, [60], False)],
+        [(1, [52], True), (2, [61], True)],
+    ]
 
 
 def test_one_step_is_in_flight_at_a_time() -> None:
@@ -219,9 +356,12 @@ def test_an_active_request_whose_turn_it_is_not_is_withdrawn_at_once() -> None:
     on = scheduler(max_num_seqs=2)
     submit(on, "a", [1])
     submit(on, "b", [2])
-    start(on)
-    finish(on, 5)
-    start(on)
+    for _ in range(2):
+        start(on)
+        finish(on, 5)
+    part = start(on)
+    assert part is not None
+    assert part.sequence == 2
     commands = withdraw(on, "a")
     assert commands[0] == DropSequence(GPU, SequenceId(1))
     assert ends(commands) == ["cancelled"]
@@ -244,7 +384,7 @@ def test_a_lost_gpu_worker_costs_a_replay_and_no_token() -> None:
         step = start(on, NEXT_GPU)
         assert step is not None
         replayed.append((step.start, step.tokens, step.sampling is not None))
-        commands = finish(on, token, NEXT_GPU)
+        commands = finish(on, token, gpu=NEXT_GPU)
         assert [c.token for c in commands if isinstance(c, TokenOut)] == (
             [] if token is None else [token]
         )
@@ -288,6 +428,14 @@ def test_a_missing_token_is_the_workers_fault_and_changes_nothing() -> None:
     with pytest.raises(WorkerFault, match="without the token"):
         finish(on, None)
     assert finish(on, 5) == [TokenOut(RequestId("a"), 5, "")]
+
+
+def test_answers_for_another_number_of_parts_are_the_workers_fault() -> None:
+    on = scheduler()
+    submit(on, "a", [1])
+    start(on)
+    with pytest.raises(WorkerFault, match="with 2 answers"):
+        finish(on, 5, 5)
 
 
 @pytest.mark.parametrize("limit", ["max_rows", "max_sequence_tokens", "max_num_seqs"])

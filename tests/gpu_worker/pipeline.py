@@ -45,6 +45,7 @@ from protocol.messages import (
     Shutdown,
     StartStep,
     StepDone,
+    StepPart,
     Welcome,
     WorkerSetup,
 )
@@ -230,6 +231,7 @@ class Pipeline:
         self.layout = layout_of(store_model or model, dtype)
         self.answer: Callable[[Pipeline, Routed], None] = run_all
         self.routed: list[Routed] = []
+        self.done: StepDone | None = None
         self.others: list[Any] = []
         self._num_steps = 0
         self.epoch = 7
@@ -307,11 +309,16 @@ class Pipeline:
         start: int,
         sampling: SamplingParams | None = None,
         sequence: int = 0,
-    ) -> StepDone:
-        """One step, driven to its end."""
+    ) -> Any:
+        """One step of one sequence, driven to its end: what was sampled, if anything."""
+        (sampled,) = self.joint_step([StepPart(sequence, start, tokens, sampling)])
+        return sampled
+
+    def joint_step(self, parts: list[StepPart]) -> list[Any]:
+        """One step, driven to its end: what was sampled for each part."""
         self._num_steps += 1
         self.routed = []
-        self.send(StartStep(self.epoch, self._num_steps, sequence, start, tokens, sampling))
+        self.send(StartStep(self.epoch, self._num_steps, parts))
         while True:
             event = self.receive()
             if isinstance(event, Routed):
@@ -321,7 +328,8 @@ class Pipeline:
                 self.answer(self, event)
             elif isinstance(event, StepDone):
                 assert event.step == self._num_steps
-                return event
+                self.done = event
+                return event.sampled
             elif isinstance(event, Failed):
                 raise WorkerFailed(event)
             else:
@@ -341,7 +349,7 @@ class Pipeline:
             part = prompt[start : start + chunk]
             is_last = start + chunk >= len(prompt)
             done = self.step(part, start, sampling if is_last else None, sequence)
-            assert (done.token is not None) is is_last
+            assert (done is not None) is is_last
         tokens, digests = [done.token], [done.logits_digest]
         while len(tokens) < num_tokens:
             start = len(prompt) + len(tokens) - 1
@@ -361,7 +369,8 @@ class Pipeline:
         """Be a cpu_worker: the rows of `experts`, straight from the store."""
         step, layer, num_rows = self.views.read_header()
         assert (step, layer) == (routed.step, routed.layer)
-        step_rows = StepRows.of(self.views, num_rows, experts)
+        apart = self.views.rows_apart
+        step_rows = StepRows.of(self.views, num_rows, experts, rows_apart=apart)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         for expert in experts:

@@ -9,7 +9,16 @@ import torch
 
 from gpu_worker.worker import resolve_device
 from protocol.errors import UserError
-from protocol.messages import Copy, DropSequence, Execute, Routed, Run, SamplingParams, StartStep
+from protocol.messages import (
+    Copy,
+    DropSequence,
+    Execute,
+    Routed,
+    Run,
+    SamplingParams,
+    StartStep,
+    StepPart,
+)
 from tests.gpu_worker.pipeline import Pipeline, WorkerFailed, experts_of, make_model, run_all
 
 if TYPE_CHECKING:
@@ -83,7 +92,7 @@ def _bad_answer(field: str) -> Any:
         elif field == "lengths":
             slots.pop()
         if field == "step":
-            pipeline.send(StartStep(pipeline.epoch, routed.step + 1, 5, 0, [1]))
+            pipeline.send(StartStep(pipeline.epoch, routed.step + 1, [StepPart(5, 0, [1])]))
         else:
             pipeline.send(Run(pipeline.epoch, routed.step, routed.layer, experts, slots, True))
 

@@ -15,9 +15,9 @@ def _sequences() -> Sequences[list[int]]:
 def test_steps_continue_where_the_last_one_ended() -> None:
     sequences = _sequences()
     cache = sequences.begin_step(1, 0, 4)
-    sequences.end_step(1, 4)
+    sequences.end_step(1, [7] * 4)
     assert sequences.begin_step(1, 4, 1) is cache
-    sequences.end_step(1, 1)
+    sequences.end_step(1, [7] * 1)
     assert sequences.begin_step(1, 5, 5) is cache
 
 
@@ -25,7 +25,7 @@ def test_steps_continue_where_the_last_one_ended() -> None:
 def test_a_step_that_starts_elsewhere_is_refused(start: int) -> None:
     sequences = _sequences()
     sequences.begin_step(1, 0, 4)
-    sequences.end_step(1, 4)
+    sequences.end_step(1, [7] * 4)
     with pytest.raises(ProtocolError, match=f"position {start} of sequence 1, .* holds 4"):
         sequences.begin_step(1, start, 1)
 
@@ -33,9 +33,9 @@ def test_a_step_that_starts_elsewhere_is_refused(start: int) -> None:
 def test_a_sequence_may_begin_anew() -> None:
     sequences = _sequences()
     first = sequences.begin_step(1, 0, 4)
-    sequences.end_step(1, 4)
+    sequences.end_step(1, [7] * 4)
     second = sequences.begin_step(1, 0, 2)
-    sequences.end_step(1, 2)
+    sequences.end_step(1, [7] * 2)
     assert second is not first
     assert sequences.begin_step(1, 2, 1) is second
     assert len(sequences) == 1
@@ -44,7 +44,7 @@ def test_a_sequence_may_begin_anew() -> None:
 def test_a_dropped_sequence_is_gone() -> None:
     sequences = _sequences()
     sequences.begin_step(1, 0, 4)
-    sequences.end_step(1, 4)
+    sequences.end_step(1, [7] * 4)
     sequences.drop(1)
     sequences.drop(1)
     assert len(sequences) == 0
@@ -55,6 +55,6 @@ def test_a_dropped_sequence_is_gone() -> None:
 def test_a_sequence_is_bounded() -> None:
     sequences = _sequences()
     sequences.begin_step(1, 0, 10)
-    sequences.end_step(1, 10)
+    sequences.end_step(1, [7] * 10)
     with pytest.raises(ProtocolError, match="would hold 11 positions, 10 are allowed"):
         sequences.begin_step(1, 10, 1)

@@ -30,11 +30,13 @@ from protocol.messages import (
     Role,
     Routed,
     Run,
+    Sampled,
     SequenceId,
     SlotId,
     StartStep,
     StepDone,
     StepId,
+    StepPart,
     Welcome,
     WorkerSetup,
 )
@@ -166,7 +168,7 @@ def test_only_known_peers_with_their_epoch_and_their_words(scene: Scene) -> None
         (b"gpu", executed, "of epoch"),
         (b"gpu", Executed(gpu, STEP, LAYER, [], 1, 2, 3), "may not say"),
         (b"cpu", Routed(cpu, STEP, LAYER, [], [], 1), "may not say"),
-        (b"cpu", StepDone(cpu, STEP, 1, "", 1, 2), "may not say"),
+        (b"cpu", StepDone(cpu, STEP, [Sampled(1)], 1, 2), "may not say"),
         (b"cpu", Copied(cpu, CopyId(1), 1, 2, 3), "may not say"),
         (b"cpu", Executed(Epoch(99), STEP, LAYER, [], 1, 2, 3), "of epoch 99"),
         (b"cpu", Ready(cpu), "second Ready"),
@@ -229,12 +231,12 @@ def _commands(epoch: Epoch) -> list[tuple[Role, Any, Any]]:
          Executed(epoch, STEP, LAYER, expert, 1, 2, 3)),
         ("dma_worker", Copy(epoch, CopyId(4), LAYER, ExpertId(1), SlotId(0)),
          Copied(epoch, CopyId(4), 1, 2, 3)),
-        ("gpu_worker", StartStep(epoch, STEP, SequenceId(1), 0, [1]),
+        ("gpu_worker", StartStep(epoch, STEP, [StepPart(SequenceId(1), 0, [1])]),
          Routed(epoch, STEP, LAYER, expert, [1], 1)),
         ("gpu_worker", Run(epoch, STEP, LAYER, expert, [SlotId(0)], False),
          Ran(epoch, STEP, LAYER, expert, 1, 2)),
         ("gpu_worker", Run(epoch, STEP, LAYER, [], [], True),
-         StepDone(epoch, STEP, 1, "", 1, 2)),
+         StepDone(epoch, STEP, [Sampled(1)], 1, 2)),
     ]  # fmt: skip
 
 
@@ -281,8 +283,8 @@ def test_void_commands_are_not_owed(scene: Scene) -> None:
     scene.hub.command(Copy(dma, CopyId(1), LAYER, ExpertId(1), SlotId(0)))
     scene.hub.command(DetachArena(dma))
     scene.hub.command(Execute(cpu, STEP, LAYER, [ExpertId(1)]))
-    scene.hub.command(StartStep(gpu, StepId(2), SequenceId(1), 0, [1]))
-    scene.hub.handle(b"gpu", StepDone(gpu, StepId(2), 1, "", 1, 2))
+    scene.hub.command(StartStep(gpu, StepId(2), [StepPart(SequenceId(1), 0, [1])]))
+    scene.hub.handle(b"gpu", StepDone(gpu, StepId(2), [Sampled(1)], 1, 2))
     scene.now_s += 1000
     scene.hub.condemn_hung(60)
     assert [line.num_kills for line in scene.lines.values()] == [0, 0, 0]

@@ -30,12 +30,14 @@ from protocol.messages import (
     Ran,
     RequestId,
     Routed,
+    Sampled,
     SamplingParams,
     SequenceId,
     SlotId,
     StartStep,
     StepDone,
     StepId,
+    StepPart,
 )
 
 GPU, DMA, CPU = Epoch(1), Epoch(2), Epoch(3)
@@ -43,7 +45,7 @@ REQUEST = RequestId("1")
 
 
 def start(step: int = 1) -> StartStep:
-    return StartStep(GPU, StepId(step), SequenceId(1), 4, [9], SamplingParams())
+    return StartStep(GPU, StepId(step), [StepPart(SequenceId(1), 4, [9], SamplingParams())])
 
 
 def routed(layer: int, at_ns: int, joined_ns: int = 0, step: int = 1) -> Routed:
@@ -54,7 +56,7 @@ def routed(layer: int, at_ns: int, joined_ns: int = 0, step: int = 1) -> Routed:
 def planned(layer: int, step: int = 1) -> Planned:
     split = Split(2, 1, 1, False, "mode", FillMode("all"), False, 2e9, 1e9, 0.0, 0.0)
     hits, fills, cpu = [ExpertId(1)], [ExpertId(2)], [ExpertId(3)]
-    return Planned(REQUEST, StepId(step), LayerId(layer), 1, hits, fills, cpu, split)
+    return Planned([REQUEST], StepId(step), LayerId(layer), 1, hits, fills, cpu, split)
 
 
 def ran(layer: int, expert: int, started_ns: int, ended_ns: int) -> Ran:
@@ -62,7 +64,7 @@ def ran(layer: int, expert: int, started_ns: int, ended_ns: int) -> Ran:
 
 
 def done(step: int = 1) -> StepDone:
-    return StepDone(GPU, StepId(step), 7, "", joined_ns=1900, done_ns=2000)
+    return StepDone(GPU, StepId(step), [Sampled(7)], joined_ns=1900, done_ns=2000)
 
 
 #: One step of two layers: (what, its time) in the order in which the engine passes it on.

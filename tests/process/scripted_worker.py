@@ -16,6 +16,7 @@ import hashlib
 import struct
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from expert_store.layout import HEADER_BYTES, StoreLayout, decode_header
@@ -34,6 +35,7 @@ from protocol.messages import (
     Role,
     Routed,
     Run,
+    Sampled,
     StartStep,
     StepDone,
 )
@@ -85,24 +87,29 @@ def serve_gpu(link: WorkerLink, ill: str) -> None:
         num_steps += 1
         if num_steps == 20:
             print(BUSY, file=sys.stderr, flush=True)  # noqa: T201
-        tokens = caches.setdefault(command.sequence, [])
-        if command.start == 0:
-            tokens.clear()
-        assert command.start == len(tokens), (command, len(tokens))
-        tokens += command.tokens
+        for part in command.parts:
+            tokens = caches.setdefault(part.sequence, [])
+            if part.start == 0:
+                tokens.clear()
+            assert part.start == len(tokens), (command, len(tokens))
+            tokens += part.tokens
+        held = [caches[part.sequence] for part in command.parts]
         joined_ns = 0
         for layer in range(layout.num_layers):
-            seed = _digest(tokens, layer)
-            experts = sorted(
-                {(seed >> (8 * k)) % layout.num_experts[layer] for k in range(layout.top_k)}
-            )
+            num_rows: Counter[ExpertId] = Counter()
+            for tokens in held:
+                seed, num_experts = _digest(tokens, layer), layout.num_experts[layer]
+                num_rows.update(
+                    {ExpertId((seed >> (8 * k)) % num_experts) for k in range(layout.top_k)}
+                )
+            experts = sorted(num_rows)
             link.send(
                 Routed(
                     link.epoch,
                     command.step,
                     LayerId(layer),
-                    [ExpertId(expert) for expert in experts],
-                    [1] * len(experts),
+                    experts,
+                    [num_rows[expert] for expert in experts],
                     time.monotonic_ns(),
                     joined_ns,
                 )
@@ -112,18 +119,19 @@ def serve_gpu(link: WorkerLink, ill: str) -> None:
             if ill == "hangs" and num_steps == 2:
                 time.sleep(60)
             joined_ns = _layer(link, command, layer, set(experts), arena, marks, layout)
-        token = None
-        if command.sampling is not None:
-            token = _digest(tokens) % 256
+        sampled = [
+            None if part.sampling is None else Sampled(_digest(tokens) % 256)
+            for part, tokens in zip(command.parts, held, strict=True)
+        ]
         done_ns = time.monotonic_ns()
-        link.send(StepDone(link.epoch, command.step, token, "", joined_ns, done_ns))
+        link.send(StepDone(link.epoch, command.step, sampled, joined_ns, done_ns))
 
 
 def _babble(link: WorkerLink, step: StartStep) -> None:
     """Well-formed messages that this worker may not say, or not now."""
     epoch, layer = link.epoch, LayerId(0)
     link.send(Executed(epoch, step.step, layer, [ExpertId(0)], 1, 2, 3))
-    link.send(StepDone(Epoch(999), step.step, 1, "", 1, 2))
+    link.send(StepDone(Epoch(999), step.step, [Sampled(1)], 1, 2))
     link.ready()
 
 

@@ -31,8 +31,10 @@ from protocol.messages import (
     Role,
     Routed,
     Run,
+    Sampled,
     StartStep,
     StepDone,
+    StepPart,
 )
 from tests.sim.model import Cache, SyntheticModel
 
@@ -77,6 +79,7 @@ class World(Protocol):
     model: SyntheticModel
     segment: Segment
     max_num_seqs: int
+    max_rows: int
 
     def new_reader(self) -> ResidencyReader: ...
     def after(self, delay: int, action: Callable[[], None]) -> None: ...
@@ -260,8 +263,9 @@ class SimGpu(SimWorker):
             self._copier.attach(self._slots)
         self._caches: dict[int, Cache] = {}
         self._step: StartStep | None = None
-        self._rows: list[int] = []
-        self._next_cache = Cache()
+        #: Position and digest of every row of the step, and the caches after it.
+        self._rows: list[tuple[int, int]] = []
+        self._next_caches: dict[int, Cache] = {}
         self._layer = 0
         self._is_routed = False
         self._computed: set[int] = set()
@@ -278,7 +282,8 @@ class SimGpu(SimWorker):
             case Run():
                 self._run(command)
             case DropSequence():
-                in_use = self._step is not None and self._step.sequence == command.sequence
+                running = [] if self._step is None else self._step.parts
+                in_use = any(part.sequence == command.sequence for part in running)
                 self.require(not in_use, "the sequence of the step in flight is dropped")
                 self.require(command.sequence in self._caches, "an unknown sequence is dropped")
                 del self._caches[command.sequence]
@@ -289,27 +294,38 @@ class SimGpu(SimWorker):
 
     def _start(self, command: StartStep) -> None:
         self.require(self._step is None, "a second step while one is in flight")
-        self.require(bool(command.tokens), "a step over no tokens")
-        cache = self._caches.get(command.sequence, Cache())
-        self.require(
-            cache.num_tokens == command.start,
-            f"the cache holds {cache.num_tokens} positions, the step starts at {command.start}",
-        )
-        self._next_cache, self._rows = cache.extended(command.tokens)
+        self.require(bool(command.parts), "a step over nothing")
+        self._rows, self._next_caches = [], {}
+        for part in command.parts:
+            self._begin_part(part, is_alone=len(command.parts) == 1)
+        self.require(len(self._rows) <= self.world.max_rows, "more rows than there is room for")
         self._step, self._layer = command, 0
         if self._table is None:
             self._table = self.world.new_reader()
         self.require(self._table.epoch == self.epoch, "a step before the table is mine")
-        self._caches[command.sequence] = cache
         self.require(len(self._caches) <= self.world.max_num_seqs, "too many caches")
         self.later(50, self._route)
+
+    def _begin_part(self, part: StepPart, *, is_alone: bool) -> None:
+        sequence = part.sequence
+        self.require(sequence not in self._next_caches, "a sequence is in a step twice")
+        self.require(bool(part.tokens), "a part over no tokens")
+        self.require(is_alone or len(part.tokens) == 1, "a prompt in a step with others")
+        cache = self._caches.get(sequence, Cache())
+        self.require(
+            cache.num_tokens == part.start,
+            f"the cache holds {cache.num_tokens} positions, the step starts at {part.start}",
+        )
+        self._caches[sequence] = cache
+        self._next_caches[sequence], rows = cache.extended(part.tokens)
+        self._rows += [(part.start + offset, row) for offset, row in enumerate(rows)]
 
     def _route(self) -> None:
         step = self._step
         assert step is not None
         num_rows: dict[int, int] = {}
-        for offset, row in enumerate(self._rows):
-            for expert in self.world.model.route(self._layer, step.start + offset, row):
+        for position, row in self._rows:
+            for expert in self.world.model.route(self._layer, position, row):
                 num_rows[expert] = num_rows.get(expert, 0) + 1
         segment = self.world.segment
         segment.step, segment.layer, segment.experts = step.step, self._layer, list(num_rows)
@@ -440,10 +456,13 @@ class SimGpu(SimWorker):
         step = self._step
         assert step is not None
         self._step = None
-        cache = self._caches[step.sequence] = self._next_cache
-        token = None
-        if step.sampling is not None:
-            token = self.world.model.sample(cache.digest, step.sampling.seed)
-        digest = f"{cache.digest:x}"
+        self._caches |= self._next_caches
+        sampled: list[Sampled | None] = []
+        for part in step.parts:
+            digest, answer = self._caches[part.sequence].digest, None
+            if part.sampling is not None:
+                token = self.world.model.sample(digest, part.sampling.seed)
+                answer = Sampled(token, f"{digest:x}")
+            sampled.append(answer)
         now, num_reports = self.world.now, self._num_reports
-        self.send(StepDone(self.epoch, step.step, token, digest, 0, now, num_reports))
+        self.send(StepDone(self.epoch, step.step, sampled, 0, now, num_reports))

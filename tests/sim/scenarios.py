@@ -47,7 +47,7 @@ def scenario(number: int) -> Scenario:
         fill_mode=fill_mode,
         host_bytes_per_s=rng.choice((None, None, 40.0)),
         link_bytes_per_s=rng.choice((None, None, 20.0)),
-        max_num_seqs=rng.choice((1, 1, 2, 3)),
+        max_num_seqs=rng.choice((1, 2, 3, 4)),
         report_plans=rng.random() < 0.3,
         policy=more.choice(("lru", "lru", "lru-layer", "lfu", "reuse", "reuse-tables")),
         planner=more.choice(("closed-form", "fluid", "fluid", "fixed-fraction")),

@@ -39,6 +39,7 @@ from protocol.messages import (
     Run,
     StartStep,
     StepDone,
+    StepPart,
 )
 from tests.sim.machine import EXPERT_BYTES, Violation
 
@@ -56,6 +57,9 @@ class Books:
 
     answer: Answer
     sequence: int | None = None
+    num_prompt: int = 0
+    #: Positions that its cache holds, or will at the end of the step.
+    num_cached: int = 0
     num_tokens: int = 0
     is_withdrawn: bool = False
     done: RequestDone | None = None
@@ -71,7 +75,11 @@ class Onlooker:
         self._roles: dict[int, str] = {}
         self._attached: int | None = None
         self._step: StartStep | None = None
-        self._owner: str | None = None
+        #: Whose rows are in the step, and what kind of step it is.
+        self._owners: list[str] = []
+        self._is_chunk = False
+        #: How many steps in a row each active request had no part in.
+        self._passed_over: Counter[str] = Counter()
         self._last_step = 0
         self._layers_joined = 0
         #: Where each expert of the layer-step in progress is: "miss" or how it was placed.
@@ -92,6 +100,7 @@ class Onlooker:
         self._foreseen: dict[int, tuple[int, int]] = {}
         self._hears_foreseen: tuple[int, int] | None = None
         self._evicted: set[tuple[int, int]] = set()
+        self.totals: Counter[str] = Counter()
         #: Layer-steps whose experts were not all placed at once: for want of a slot or a branch.
         self.num_waits = 0
         #: Copies of experts that the CPU runs.
@@ -140,16 +149,16 @@ class Onlooker:
                     is_background = self._foreseen.pop(event.copy, None) is not None
                     is_adopted = self._is_arriving(copy)
                     if not is_background or is_adopted or self._step is not None:
-                        self._cost()["fill_bytes"] += EXPERT_BYTES
+                        self._cost("fill_bytes", EXPERT_BYTES)
                     if is_background and not is_adopted and self._step is not None:
-                        self._cost()["fills_behind"] += 1
+                        self._cost("fills_behind", 1)
             case Executed():
                 for expert in event.experts:
                     self._owed.discard((event.epoch, event.step, event.layer, expert))
                     if self._is_current(event) and self._executing.get(expert) == event.epoch:
                         del self._executing[expert]
                         self._parts[expert] = "executed"
-                        self._cost()["cpu_bytes"] += EXPERT_BYTES
+                        self._cost("cpu_bytes", EXPERT_BYTES)
             case Ran():
                 for expert in event.experts:
                     slot = self._unran.pop((event.step, event.layer, expert))
@@ -160,6 +169,7 @@ class Onlooker:
                 self._evicted.clear()
             case Submit():
                 self._live[event.request] = None
+                self.books[event.request].num_prompt = len(event.prompt_tokens)
 
     def _lost(self, epoch: int) -> None:
         role = self._roles.pop(epoch, None)
@@ -168,6 +178,8 @@ class Onlooker:
             self._step = None
             self._parts, self._executing, self._copying = {}, {}, {}
             self._slots, self._reads, self._unran = {}, Counter(), {}
+            for books in self.books.values():
+                books.num_cached = 0
             self.retiring, self._foreseen, self._evicted = {}, {}, set()
         for expert in [e for e, owner in self._executing.items() if owner == epoch]:
             del self._executing[expert]
@@ -230,20 +242,48 @@ class Onlooker:
         _require(self._roles[command.epoch] == "gpu_worker", "a step for another role")
         _require(not self._parts and not self._executing, "a step starts within another")
         _require(not self._owed, "a step starts while a cpu_worker works for a void one")
-        before = self._owner
-        if command.start == 0:
-            self._owner = request_of(command.tokens[0])
-            self._begun(self._owner)
-            self.books[self._owner].sequence = command.sequence
-        else:
-            self._owner = next(
-                name for name, books in self.books.items() if books.sequence == command.sequence
-            )
-        active = list(self._live)[: self._config.max_num_seqs]
-        others = [name for name in active if name != before]
-        _require(self._owner != before or not others, f"{before} takes the turn of {others}")
-        _require(not self.books[self._owner].is_withdrawn, "a withdrawn request goes on")
+        self._owners = [self._owner_of(part) for part in command.parts]
+        _require(len(set(self._owners)) == len(self._owners), "a request is in a step twice")
+        for name in self._owners:
+            _require(not self.books[name].is_withdrawn, "a withdrawn request goes on")
+        self._check_turn(command)
         self._step, self._layers_joined = command, 0
+
+    def _owner_of(self, part: StepPart) -> str:
+        if part.start == 0:
+            name = request_of(part.tokens[0])
+            self._begun(name)
+            self.books[name].sequence = part.sequence
+            return name
+        return next(n for n, books in self.books.items() if books.sequence == part.sequence)
+
+    def _check_turn(self, command: StartStep) -> None:
+        """Chunks of prompts and decode steps alternate, and everybody has a turn in time."""
+        config, first = self._config, command.parts[0]
+        active = list(self._live)[: config.max_num_seqs]
+        decoding = [name for name in active if self._is_decoding(name)]
+        is_chunk = first.start < self.books[self._owners[0]].num_prompt
+        if is_chunk:
+            _require(len(command.parts) == 1, "a prompt is in a step with others")
+            _require(not (self._is_chunk and decoding), f"{decoding} wait for two chunks")
+        else:
+            _require(self._is_chunk or len(decoding) == len(active), "a prompt waits for two steps")
+            _require(
+                len(self._owners) == min(len(decoding), config.max_rows),
+                f"{self._owners} decode, of {decoding}",
+            )
+        self._is_chunk = is_chunk
+        for part, name in zip(command.parts, self._owners, strict=True):
+            self.books[name].num_cached = part.start + len(part.tokens)
+        for name in active:
+            self._passed_over[name] = 0 if name in self._owners else self._passed_over[name] + 1
+            # Of n others each may go first once, with a step of the other kind before each.
+            limit = 2 * config.max_num_seqs
+            _require(self._passed_over[name] <= limit, f"{name} is passed over again and again")
+
+    def _is_decoding(self, name: str) -> bool:
+        books = self.books[name]
+        return books.num_cached >= books.num_prompt
 
     def _begun(self, name: str) -> None:
         """Requests begin in the order in which they came."""
@@ -309,7 +349,7 @@ class Onlooker:
         if isinstance(event, Foreseen):
             self._evicted.add(key)
         if self._step is not None:
-            self._cost()["evictions"] += 1
+            self._cost("evictions", 1)
 
     def _passed(self, event: Passed) -> None:
         """A whole layer-step at once, all hits."""
@@ -319,9 +359,8 @@ class Onlooker:
             key = (event.layer, expert)
             is_there = key in self._slots.values() or key in self._evicted
             _require(is_there, f"{key} is run by the way, but has no slot")
-        costs = self._cost()
-        costs["layer_steps"] += 1
-        costs["hits"] += len(event.experts)
+        self._cost("layer_steps", 1)
+        self._cost("hits", len(event.experts))
         self._layers_joined += 1
 
     def check_table(self, table: ResidencyReader) -> None:
@@ -351,11 +390,10 @@ class Onlooker:
             f"join={command.join} with {num_in} of {len(self._parts)} parts in",
         )
         if command.join:
-            costs = self._cost()
-            costs["layer_steps"] += 1
-            costs["hits"] += places["hit"]
-            costs["fills"] += places["filled"]
-            costs["cpu_experts"] += places["executed"]
+            self._cost("layer_steps", 1)
+            self._cost("hits", places["hit"])
+            self._cost("fills", places["filled"])
+            self._cost("cpu_experts", places["executed"])
             self._parts = {}
             self._layers_joined += 1
 
@@ -435,9 +473,11 @@ class Onlooker:
         own = {name: books.costs[name] for name in counted}
         _require(counted == own, f"{command.request} is said to cost {counted}, seen was {own}")
 
-    def _cost(self) -> Counter[str]:
-        assert self._owner is not None
-        return self.books[self._owner].costs
+    def _cost(self, name: str, amount: int) -> None:
+        """Whoever is in the step bears all of it; `totals` counts it once."""
+        self.totals[name] += amount
+        for owner in self._owners:
+            self.books[owner].costs[name] += amount
 
     def _is_current(self, message: Routed | Passed | Executed | Execute | Run) -> bool:
         return (

@@ -147,6 +147,7 @@ class Simulation:
         )
         self.core = Core(config)
         self.max_num_seqs = config.max_num_seqs
+        self.max_rows = config.max_rows
         self.now = 0
         self.segment = Segment()
         chosen = min(scenario.num_experts, config.max_rows * config.top_k)
@@ -217,6 +218,9 @@ class Simulation:
             self.story.num_layer_steps += books.done.counters.layer_steps
         if not self.core.is_idle:
             raise Violation("the core is not idle after the last request")
+        totals = self.core.snapshot().totals
+        if any(getattr(totals, name) != seen for name, seen in self.onlooker.totals.items()):
+            raise Violation(f"all steps cost {self.onlooker.totals}, counted are {totals}")
         self.story.num_waits = self.onlooker.num_waits
         self.story.num_behind = self.onlooker.num_behind
         self.story.num_full = sum(reader.num_full for reader in self._readers)

@@ -25,6 +25,7 @@ from orchestrator.core.adaptive_split import AdaptiveSplit
 from orchestrator.core.directory import ExpertDirectory, InvariantBroken
 from orchestrator.core.events import (
     Publish,
+    RequestCounters,
     WorkerFault,
 )
 from orchestrator.core.layer_step import LayerStep, Unanswered, planned

@@ -40,10 +40,11 @@ from orchestrator.core.events import (
 )
 from orchestrator.front import Front, Loaded
 from orchestrator.hub import ADDRESSED, Hub, Worker
-from orchestrator.latency_log import LatencyFold, LogFile, WorkerRecord
+from orchestrator.latency_log import LatencyFold, WorkerRecord
 from orchestrator.lifelines import Lifelines
 from orchestrator.load_progress import LoadProgress, tell_errors
 from orchestrator.loading import LoaderFault, load_store
+from orchestrator.log_file import LogFile
 from orchestrator.requests import RequestBook
 from orchestrator.residency import HERALDS, TABLE_COMMANDS, ResidencyBoard
 from orchestrator.set_up import (

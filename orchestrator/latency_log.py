@@ -13,9 +13,6 @@ count in no statistic.
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,7 +27,6 @@ from orchestrator.core.events import (
     Planned,
 )
 from orchestrator.stage_times import StageTimes
-from protocol.errors import UserError
 from protocol.messages import (
     Copied,
     Copy,
@@ -45,14 +41,10 @@ from protocol.messages import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-log = logging.getLogger("headrace")
 
 LOG_VERSION = 1
 #: The stage of which all others take a share.
 WHOLE = "step"
-_FLUSH_BYTES = 256 * 1024
 
 
 class GpuSpan(msgspec.Struct):
@@ -411,46 +403,3 @@ class LatencyFold:
                 self._write(self._step)
         self._step = self._layer = None
         self._copies.clear()
-
-
-class LogFile:
-    """JSON Lines, written in large pieces; a full disk ends the log, never the pipeline."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises UserError when the file cannot be made."""
-        self._path = path
-        try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise UserError(
-                f"The latency log {path} cannot be written: {error.strerror}; name another "
-                "--latency-log."
-            ) from None
-        self._encoder = msgspec.json.Encoder()
-        self._buffer = bytearray()
-
-    def write(self, record: LogRecord) -> None:
-        if self._fd < 0:
-            return
-        self._buffer += self._encoder.encode(record)
-        self._buffer += b"\n"
-        if len(self._buffer) >= _FLUSH_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        view = memoryview(bytes(self._buffer))
-        self._buffer.clear()
-        while view and self._fd >= 0:
-            try:
-                view = view[os.write(self._fd, view) :]
-            except OSError as error:
-                log.error("the latency log %s ends here: %s", self._path, error.strerror)
-                os.close(self._fd)
-                self._fd = -1
-
-    def close(self) -> None:
-        self.flush()
-        if self._fd >= 0:
-            with contextlib.suppress(OSError):
-                os.close(self._fd)
-            self._fd = -1

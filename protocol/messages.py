@@ -21,6 +21,7 @@ from typing import Literal, NewType
 
 import msgspec
 
+from protocol.sampling import Sampled as Sampled
 from protocol.sampling import SamplingParams as SamplingParams
 from protocol.sampling import TokenLogprobs as TokenLogprobs
 
@@ -151,15 +152,6 @@ class Ran(Message, frozen=True):
     started_ns: int
     ended_ns: int
     num_reports: int = 0
-
-
-class Sampled(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The token that follows one part of a step."""
-
-    token: int
-    logits_digest: str = ""
-    #: If `SamplingParams.num_logprobs` asked for them.
-    logprobs: TokenLogprobs | None = None
 
 
 class StepDone(Message, frozen=True):

@@ -44,3 +44,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     logprob: float
     top_tokens: list[int] = []
     top_logprobs: list[float] = []
+
+
+class Sampled(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The token that follows one part of a step."""
+
+    token: int
+    logits_digest: str = ""
+    #: If `SamplingParams.num_logprobs` asked for them.
+    logprobs: TokenLogprobs | None = None

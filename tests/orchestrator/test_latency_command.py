@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from orchestrator.cli.main import main
-from orchestrator.latency_log import LogFile, LogHeader, WorkerRecord
+from orchestrator.latency_log import LogHeader, WorkerRecord
+from orchestrator.log_file import LogFile
 from tests.orchestrator.test_latency_log import STORY, play
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from orchestrator.core.planner import FillMode, Split
 from orchestrator.latency_log import (
     LatencyFold,
     LayerRecord,
-    LogFile,
     LogHeader,
     LogRecord,
     StepRecord,
     layer_stages,
 )
+from orchestrator.log_file import LogFile
 from protocol.errors import UserError
 from protocol.messages import (
     Copied,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -14,6 +15,7 @@ from tests.process.pipelines import Pipeline, Processes, wait_until
 
 if TYPE_CHECKING:
     import subprocess
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -41,10 +43,20 @@ PLACEMENTS = {
 RATES = ("--host-gbps", "2", "--link-gbps", "1")
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("placement") / request.param
-    return make_checkpoint("qwen3_moe", path, dtype=request.param)
+#: Where experts run and what they are made of are independent: 16 bits repeat a few placements.
+CASES = [("float32", name) for name in PLACEMENTS] + [
+    ("bfloat16", name) for name in ("one slot", "quarter", "every miss on the CPU")
+]
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def make(dtype: str) -> Path:
+        path = tmp_path_factory.mktemp("placement") / dtype
+        return make_checkpoint("qwen3_moe", path, dtype=dtype)
+
+    return make
 
 
 def generate(processes: Processes, model: Path, *flags: str) -> dict[str, Any]:
@@ -59,36 +71,52 @@ def generate(processes: Processes, model: Path, *flags: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def all_resident(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The reference: every expert has a slot of its own."""
-    processes = Processes(tmp_path_factory.mktemp("logs"))
-    result = generate(processes, model, "--slots", "100%", "--fill", "all")
-    assert result["cpu_experts"] == result["evictions"] == 0
-    assert len(result["token_ids"]) == NUM_TOKENS
-    assert result["logits_digest"]
-    return result
+def all_resident_of(
+    model_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[str, Any]]:
+    """The reference of a dtype: every expert has a slot of its own."""
+
+    @cache
+    def decode(dtype: str) -> dict[str, Any]:
+        processes = Processes(tmp_path_factory.mktemp("logs"))
+        result = generate(processes, model_of(dtype), "--slots", "100%", "--fill", "all")
+        assert result["cpu_experts"] == result["evictions"] == 0
+        assert len(result["token_ids"]) == NUM_TOKENS
+        assert result["logits_digest"]
+        return result
+
+    return decode
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize(("dtype", "name"), CASES)
 def test_placement_changes_no_bit(
-    name: str, model: Path, all_resident: dict[str, Any], processes: Processes
+    dtype: str,
+    name: str,
+    model_of: Callable[[str], Path],
+    all_resident_of: Callable[[str], dict[str, Any]],
+    processes: Processes,
 ) -> None:
     flags, must_happen = PLACEMENTS[name]
-    result = generate(processes, model, *RATES, *flags)
+    result = generate(processes, model_of(dtype), *RATES, *flags)
     for counter in must_happen:
         assert result[counter] > 0, counter
-    assert result["token_ids"] == all_resident["token_ids"]
-    assert result["logits_digest"] == all_resident["logits_digest"]
+    assert result["token_ids"] == all_resident_of(dtype)["token_ids"]
+    assert result["logits_digest"] == all_resident_of(dtype)["logits_digest"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_workers_killed_in_mid_run_change_no_bit(
-    model: Path, all_resident: dict[str, Any], processes: Processes, tmp_path: Path
+    dtype: str,
+    model_of: Callable[[str], Path],
+    all_resident_of: Callable[[str], dict[str, Any]],
+    processes: Processes,
+    tmp_path: Path,
 ) -> None:
     """kill -9 of each worker once, while one text is being written."""
     log = tmp_path / "log.jsonl"
     pipeline = Pipeline(
-        processes, model, tmp_path / "run", "--supervise", "--slots", "25%", "--digest-logits",
-        "--latency-log", str(log), *RATES,
+        processes, model_of(dtype), tmp_path / "run", "--supervise", "--slots", "25%",
+        "--digest-logits", "--latency-log", str(log), *RATES,
         "--emulate-link-gbps", "0.002",  # slow fills: the kills meet copies in flight
     )  # fmt: skip
     pipeline.wait_for(lambda status: status.is_ready)
@@ -102,8 +130,8 @@ def test_workers_killed_in_mid_run_change_no_bit(
         _kill_one(pipeline, client, role)
     result = pipeline.finish(client)
     assert result["worker_restarts"] >= 3
-    assert result["token_ids"] == all_resident["token_ids"]
-    assert result["logits_digest"] == all_resident["logits_digest"]
+    assert result["token_ids"] == all_resident_of(dtype)["token_ids"]
+    assert result["logits_digest"] == all_resident_of(dtype)["logits_digest"]
 
 
 def _kill_one(pipeline: Pipeline, client: subprocess.Popen[bytes], role: str) -> None:

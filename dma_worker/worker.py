@@ -160,6 +160,8 @@ class DmaWorker:
             copier = self._emulated(self._shared_slots(arena))
         elif self._device is None:
             raise ProtocolError("the slots lie on a CUDA device, but the pipeline runs on the CPU")
+        elif arena.kind == "scratch":
+            copier = CudaCopier.with_scratch(self._device, arena.num_slots)
         else:
             copier = CudaCopier.open_arena(self._device, arena)
         self.copier = CopyQueue(copier, self.layout)

@@ -107,6 +107,7 @@ class Engine:
         #: What is known once the model is loaded.
         self.loaded: Loaded | None = None
         self._num_slots = 0
+        self._is_calibrated = False
         self._board: ResidencyBoard
         self._channel: RouterChannel[WorkerEvent | ClientRequest]
         self._lifelines: Lifelines
@@ -235,6 +236,7 @@ class Engine:
 
     def _make_core(self) -> None:
         config = core_config(self.settings, self._layout, self._num_slots, self._text_model.context)
+        self._is_calibrated = config.costs is not None
         try:
             self._core = Core(config)
         except ValueError as error:
@@ -252,7 +254,8 @@ class Engine:
 
     def _setup_for(self, role: Role) -> WorkerSetup:
         context = self._text_model.context
-        return worker_setup(self.settings, self._layout, self._num_slots, context, role)
+        known = self._is_calibrated
+        return worker_setup(self.settings, self._layout, self._num_slots, context, role, known)
 
     # ---------------------------------------------------------------- the path while serving
 

@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 from expert_store.memory import memory_room
+from orchestrator.calibrate.profile import find_profile, key_of
 from orchestrator.core.events import CoreConfig
 from orchestrator.core.fill_choice import FillBehind
 from orchestrator.core.fluid_split import BranchCosts
@@ -55,6 +56,17 @@ def check_settings(settings: PipelineSettings) -> None:
         raise UserError(f"The pipeline cannot run this way: {error}.") from None
 
 
+def calibrated_costs(settings: PipelineSettings, layout: StoreLayout) -> BranchCosts | None:
+    """What `headrace calibrate` has measured on this machine for experts like these; None where it
+    has not, where a person states a rate, or where there are several cpu_workers."""
+    folder, is_stated = settings.calibration_dir, settings.host_gbps or settings.link_gbps
+    if folder is None or is_stated or settings.num_cpu_workers > 1:
+        return None
+    key = key_of(layout, settings.device, settings.emulate_link_bytes_per_s)
+    profile = find_profile(key, folder)
+    return None if profile is None else profile.costs(layout.expert_bytes)
+
+
 def core_config(
     settings: PipelineSettings, layout: StoreLayout, num_slots: int, context: int
 ) -> CoreConfig:
@@ -71,6 +83,7 @@ def core_config(
         planner=settings.planner,
         fill_behind=settings.fill_behind,
         num_experts=max(layout.num_experts),
+        costs=calibrated_costs(settings, layout),
         host_bytes_per_s=settings.host_bytes_per_s,
         link_bytes_per_s=settings.link_bytes_per_s,
         max_num_seqs=settings.max_num_seqs,
@@ -79,9 +92,15 @@ def core_config(
 
 
 def worker_setup(
-    settings: PipelineSettings, layout: StoreLayout, num_slots: int, context: int, role: Role
+    settings: PipelineSettings,
+    layout: StoreLayout,
+    num_slots: int,
+    context: int,
+    role: Role,
+    is_calibrated: bool = False,
 ) -> WorkerSetup:
-    """What a worker of `role` must know beyond the segments."""
+    """What a worker of `role` must know beyond the segments. Where rates are known, nobody need
+    measure them at the start."""
     stated = {"cpu_worker": settings.host_gbps, "dma_worker": settings.link_gbps}
     return WorkerSetup(
         model_dir=str(settings.model_dir.resolve()),
@@ -91,7 +110,7 @@ def worker_setup(
         max_rows=settings.max_rows,
         max_sequence_tokens=context,
         emulate_link_bytes_per_s=settings.emulate_link_bytes_per_s,
-        is_rate_stated=stated.get(role) is not None,
+        is_rate_stated=is_calibrated or stated.get(role) is not None,
         digest_logits=settings.digest_logits,
         dense_path=settings.dense_path,
     )

@@ -49,6 +49,8 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int | None = None
     #: Requests that are served at once; more wait.
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
+    #: Where `headrace calibrate` keeps what it measured; None: not looked for.
+    calibration_dir: Path | None = None
     latency_log: Path | None = None
     #: Where to write what routers choose, and what experts to take in their place.
     record_routing: Path | None = None

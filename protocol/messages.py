@@ -101,9 +101,10 @@ class Arena(msgspec.Struct, frozen=True):
     """Where the expert slots lie. kind "shared": segment "arena" of the life line.
     kind "cuda_ipc": a 64-byte cudaIpcMemHandle of the device `gpu_uuid`.
     kind "in_process": only the gpu_worker can fill its slots (no CUDA IPC here); it then takes
-    `Copy` commands itself."""
+    `Copy` commands itself. kind "scratch": memory of the dma_worker's own on the device, for
+    measurements."""
 
-    kind: Literal["shared", "cuda_ipc", "in_process"]
+    kind: Literal["shared", "cuda_ipc", "in_process", "scratch"]
     num_slots: int
     slot_bytes: int
     handle: bytes = b""

@@ -50,6 +50,7 @@ _COMMANDS = {
     "status": "who is there, and what is a running pipeline doing",
     "latency": "where the time of a run went, from its latency log",
     "plan": "does a model fit this machine, before anything is loaded",
+    "calibrate": "measure link and CPU of this machine, alone and beside each other",
     "trace": "record which experts a model chooses, or look at a recording",
     "simulate": "what would a machine do with a recorded routing trace",
     "doctor": "what can this machine do, and what to change",

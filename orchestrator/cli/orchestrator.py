@@ -52,6 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(options: argparse.Namespace) -> int:
     """Returns the exit code; raises UserError."""
+    from orchestrator.calibrate.profile import cache_dir
     from orchestrator.process import run_orchestrator
     from protocol.logs import set_up_logging
     from protocol.run_dir import default_run_dir
@@ -61,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
     settings = settings_from(
         options,
         options.run_dir or default_run_dir(os.environ),
+        calibration_dir=cache_dir(os.environ),
         is_supervising=options.supervise,
         parent_fd=options.parent_fd,
         log_level=log_level,

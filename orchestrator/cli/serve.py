@@ -159,6 +159,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         raise UserError(
             "No model is named; say `headrace serve DIR` with a Hugging Face checkpoint directory."
         )
+    from orchestrator.calibrate.profile import cache_dir
     from orchestrator.http.server import HttpFront, listen
     from orchestrator.process import run_orchestrator
     from protocol.logs import set_up_logging
@@ -169,6 +170,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     pipeline = settings_from(
         options,
         options.run_dir or default_run_dir(os.environ),
+        calibration_dir=cache_dir(os.environ),
         is_supervising=True,
         log_level=log_level,
         log_format=log_format,

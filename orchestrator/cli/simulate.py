@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orchestrator.cli.plotting import need_matplotlib
 from orchestrator.core.fill_choice import FILL_BEHIND_MODES
 from orchestrator.core.policies import POLICY_NAMES
 from orchestrator.core.split_rules import PLANNER_NAMES
@@ -105,7 +106,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     if options.plot is not None:
         if sweep is None:
             raise UserError("--plot shows a sweep; say which with --sweep.")
-        _need_matplotlib(options.plot)
+        need_matplotlib(options.plot)
     num_steps = _parse_steps(options.steps)
     trace = read_trace(options.trace).part(options.skip, num_steps)
     expert_bytes = _expert_bytes(options, trace, profile)
@@ -278,15 +279,6 @@ def _show_sweep(what: str, values: list[float], answers: list[Study]) -> None:
             *(f"{1e6 / step_us:.1f}" for step_us in answer.baselines_us.values()),
         )
     console_for(sys.stdout).print(table)
-
-
-def _need_matplotlib(path: Path) -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--plot needs matplotlib: install headrace[plot].")
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--plot writes .png, .svg or .pdf, not {path.name!r}.")
 
 
 def _plot(what: str, values: list[float], answers: list[Study], path: Path) -> None:

@@ -258,7 +258,7 @@ class Core:
     def snapshot(self) -> CoreSnapshot:
         """The state in numbers, for status pages."""
         roster, flight = self._roster, self._scheduler.flight
-        directory = self._dispatch.directory
+        directory, costs = self._dispatch.directory, self._dispatch.costs
         return CoreSnapshot(
             num_waiting=self._scheduler.num_waiting,
             num_active=self._scheduler.num_active,
@@ -270,8 +270,8 @@ class Core:
             num_resident=directory.num_resident,
             num_filling=directory.num_filling,
             num_slots=directory.num_slots,
-            host_bytes_per_s=roster.host_bytes_per_s,
-            link_bytes_per_s=roster.link_bytes_per_s,
+            host_bytes_per_s=costs.cpu_bytes_per_s,
+            link_bytes_per_s=costs.link_bytes_per_s,
             missing_role=self._missing_role,
             num_ignored_events=self._num_ignored,
             totals=msgspec.structs.replace(self._dispatch.totals),

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         Passed,
         Retired,
     )
+    from orchestrator.core.fluid_split import BranchCosts
     from orchestrator.core.scheduler import Flight
     from orchestrator.core.workers import Roster
     from protocol.messages import (
@@ -95,6 +96,11 @@ class ExpertDispatch(ExpertPlacement):
         #: Whether there is something to learn.
         self._is_news = False
         self._unanswered = Unanswered()
+
+    @property
+    def costs(self) -> BranchCosts:
+        """What is reckoned with now."""
+        return self._split.costs
 
     @property
     def is_draining(self) -> bool:
@@ -244,8 +250,7 @@ class ExpertDispatch(ExpertPlacement):
         work = self.work
         if work is not None and (work.unfilled or foreseen.layer == work.layer):
             return False  # demand goes first
-        is_resting = self._flight is None or work is not None
-        return self._begin_behind(key, link, commands, is_resting=is_resting)
+        return self._begin_behind(key, link, commands)
 
     def retired(self, retired: Retired, commands: list[CoreCommand]) -> bool:
         """No use of the slot's last expert goes on. False if that was known."""
@@ -386,8 +391,12 @@ class ExpertDispatch(ExpertPlacement):
 
     def check(self) -> None:
         """Recount; InvariantBroken says what disagrees, or that nothing would ever happen again."""
-        is_at_rest = self.work is not None or self._flight is None
         recount(
-            self.directory, self.work, self._roster, self._running, self._background, is_at_rest
+            self.directory,
+            self.work,
+            self._roster,
+            self._running,
+            self._background,
+            self._is_resting,
         )
         self._unanswered.check(self._roster)

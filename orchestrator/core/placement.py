@@ -91,25 +91,27 @@ class ExpertPlacement:
             commands.append(Copy(link, copy, work.layer, expert, reservation.slot))
         del work.unfilled[:num_reserved]
 
+    @property
+    def _is_resting(self) -> bool:
+        """Whether the gpu_worker is known to use nothing that it looked up by itself."""
+        return self._flight is None or self.work is not None
+
     def _fill_behind(
         self, work: LayerStep, experts: list[ExpertId], commands: list[CoreCommand]
     ) -> None:
-        """Copy experts that the CPU runs too, as far as there are slots. The gpu_worker waits, so
-        the copies may begin at once."""
+        """Copy experts that the CPU runs too, as far as there are slots."""
         link = self._roster.link_epoch
         if link is not None and not work.unfilled:
             for expert in experts:
                 if self.directory.state_of((work.layer, expert)) is None:
-                    self._begin_behind((work.layer, expert), link, commands, is_resting=True)
+                    self._begin_behind((work.layer, expert), link, commands)
         if experts is work.behind:
             work.behind = []
 
-    def _begin_behind(
-        self, key: ExpertKey, link: Epoch, commands: list[CoreCommand], *, is_resting: bool
-    ) -> bool:
+    def _begin_behind(self, key: ExpertKey, link: Epoch, commands: list[CoreCommand]) -> bool:
         self._last_copy += 1
         reservation = self._background.begin(
-            key, CopyId(self._last_copy), link, commands, is_resting=is_resting
+            key, CopyId(self._last_copy), link, commands, is_resting=self._is_resting
         )
         if reservation is None:
             return False

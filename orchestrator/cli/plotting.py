@@ -1,0 +1,19 @@
+"""Is there matplotlib? Asked before the work that a plot would show."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from protocol.errors import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def need_matplotlib(path: Path) -> None:
+    """Raises UserError: it is not installed, or `path` is of no kind that it writes."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--plot needs matplotlib: install headrace[plot].")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--plot writes .png, .svg or .pdf, not {path.name!r}.")

@@ -314,11 +314,7 @@ class Engine:
             self.totals.command(command)
             match command:
                 case Planned():
-                    if log.isEnabledFor(logging.DEBUG):
-                        log.debug(
-                            "step %d layer %d: %s",
-                            command.step, command.layer, command.split.reason(),
-                        )  # fmt: skip
+                    log.debug("%s", command)
                 case TokenOut():
                     if not self._clients.token(command):
                         self._events.append(Withdraw(command.request))

@@ -221,6 +221,9 @@ class Planned(msgspec.Struct, frozen=True):
     cpu: list[ExpertId]
     split: Split
 
+    def __str__(self) -> str:
+        return f"step {self.step} layer {self.layer}: {self.split.reason()}"
+
 
 class Publish(msgspec.Struct, frozen=True, gc=False):
     """Write into the residency table: this expert may be read in this slot."""

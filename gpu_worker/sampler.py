@@ -1,8 +1,9 @@
 """Which token comes next, as a pure function of logits, parameters, seed and position.
 
-Greedy is the arg max. Otherwise the logits pass temperature, top-k, top-p and min-p, in that order
-and with the meaning that transformers' logits processors give them; then one token is drawn by
-inverting the cumulative distribution at a number u in [0, 1).
+Biases, penalties and a mask come first (gpu_worker.logit_rules). Greedy is the arg max of what they
+leave. Otherwise the logits pass temperature, top-k, top-p and min-p, in that order and with the
+meaning that transformers' logits processors give them; then one token is drawn by inverting the
+cumulative distribution at a number u in [0, 1).
 
 u comes from (seed, position) alone, through a counter-based generator, not from a stream that
 earlier tokens have advanced: a sequence that is rebuilt after a crash, or whose steps are replayed,
@@ -20,7 +21,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from gpu_worker.logit_rules import adjust
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from protocol.messages import SamplingParams
 
 #: Below this temperature the distribution is a single spike; dividing by it would only overflow.
@@ -38,31 +43,53 @@ class LogitsError(ArithmeticError):
     """The logits name no token: one of them is NaN, or none of them is finite."""
 
 
-def sample(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
-    """The next token.
-
-    Args:
-        logits: [vocab], any float dtype, any device.
-        params: how to choose; values outside their range act as the nearest one inside it.
-        position: of the token to be drawn, counted from the sequence's first token.
+def scores_of(logits: torch.Tensor) -> torch.Tensor:
+    """[vocab], any float dtype, any device -> float32 on the CPU, contiguous.
 
     Raises:
         LogitsError: the logits name no token.
     """
     scores = logits.to("cpu", torch.float32).contiguous()
     values = scores.numpy()
-    best = int(values.argmax())  # numpy's is several times faster, and finds a NaN first, too
-    if not math.isfinite(values[best]):
+    # numpy's is several times faster, and finds a NaN first, too
+    if not math.isfinite(values[values.argmax()]):
         raise LogitsError("the logits hold NaN or infinity; the weights or the prompt overflow")
+    return scores
+
+
+def sample(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    position: int,
+    tokens: Sequence[int] = (),
+    num_prompt: int = 0,
+    allowed: bytes = b"",
+) -> int:
+    """The next token.
+
+    Args:
+        logits: [vocab], any float dtype, any device.
+        params: how to choose; values outside their range act as the nearest one inside it.
+        position: of the token to be drawn, counted from the sequence's first token.
+        tokens, num_prompt, allowed: see gpu_worker.logit_rules.adjust.
+
+    Raises:
+        LogitsError: the logits name no token, or none that is allowed.
+    """
+    scores = adjust(scores_of(logits), params, tokens, num_prompt, allowed)
+    values = scores.numpy()
+    best = int(values.argmax())
+    if not math.isfinite(values[best]):
+        raise LogitsError("no token is allowed that the logits could name")
     if not params.temperature >= MIN_TEMPERATURE:
         return best
-    tokens = None
+    kept = None
     if 0 < params.top_k < len(scores):
-        tokens = _best_tokens(scores, params.top_k)
+        kept = _best_tokens(scores, params.top_k)
         params = msgspec.structs.replace(params, top_k=0)
-        weights = filter_logits(scores[tokens], params).softmax(dim=-1)
+        weights = filter_logits(scores[kept], params).softmax(dim=-1)
     elif params.top_p < 1.0 and (head := _nucleus(scores, params)) is not None:
-        tokens, weights = head
+        kept, weights = head
     else:
         weights = filter_logits(scores, params).softmax(dim=-1)
     cumulative = weights.double().cumsum(dim=-1)
@@ -70,7 +97,7 @@ def sample(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
     place = int(torch.searchsorted(cumulative, target, right=True))
     if place >= len(weights):  # target was rounded up to the total
         place = int(weights.nonzero()[-1])
-    return place if tokens is None else int(tokens[place])
+    return place if kept is None else int(kept[place])
 
 
 def _best_tokens(scores: torch.Tensor, count: int) -> torch.Tensor:

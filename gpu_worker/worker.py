@@ -28,10 +28,11 @@ from expert_store.layout import HEADER_BYTES, decode_header
 from gpu_worker.dense_path import set_up_dense_path
 from gpu_worker.exchange import Exchange
 from gpu_worker.joint_step import JointStep
+from gpu_worker.logit_rules import logprobs_of
 from gpu_worker.model import load_dense_model
 from gpu_worker.routing_replay import RoutingReplay
 from gpu_worker.rows import HostRows, weighted_sum
-from gpu_worker.sampler import LogitsError, digest, sample
+from gpu_worker.sampler import LogitsError, digest, sample, scores_of
 from gpu_worker.sequences import Sequences
 from gpu_worker.slots import SharedSlots
 from protocol.errors import ProtocolError, UserError
@@ -185,8 +186,14 @@ class GpuWorker:
     def _sample(self, logits: torch.Tensor, part: StepPart) -> Sampled | None:
         if part.sampling is None:
             return None
-        token = sample(logits, part.sampling, part.start + len(part.tokens))
-        return Sampled(token, digest(logits) if self._link.setup.digest_logits else "")
+        params = part.sampling
+        known = self._sequences.tokens(part.sequence)
+        token = sample(logits, params, len(known), known, part.num_prompt, part.allowed_tokens)
+        logprobs = None
+        if params.num_logprobs is not None:
+            logprobs = logprobs_of(scores_of(logits), token, params.num_logprobs)
+        logits_digest = digest(logits) if self._link.setup.digest_logits else ""
+        return Sampled(token, logits_digest, logprobs)
 
     def _other(self, command: WorkerCommand) -> None:
         """Commands that may come at any time, within a step too."""

@@ -26,6 +26,7 @@ from orchestrator.core.events import (
     Passed,
     Planned,
 )
+from orchestrator.core.fixed_costs import Lag
 from orchestrator.stage_times import StageTimes
 from protocol.messages import (
     Copied,
@@ -151,6 +152,15 @@ class DriftRecord(msgspec.Struct, tag="drift", tag_field="kind"):
     at_ns: int
 
 
+class LagRecord(msgspec.Struct, tag="lag", tag_field="kind"):
+    """A fixed cost (a field of BranchCosts) has changed; the splits that follow reckon with it."""
+
+    cost: str
+    old_us: float
+    new_us: float
+    at_ns: int
+
+
 class ArmRecord(msgspec.Struct, tag="arm", tag_field="kind"):
     """From now on misses are split, or all filled, or all on the CPU: what was measured fastest."""
 
@@ -158,7 +168,18 @@ class ArmRecord(msgspec.Struct, tag="arm", tag_field="kind"):
     at_ns: int
 
 
-LogRecord = LogHeader | WorkerRecord | StepRecord | LayerRecord | DriftRecord | ArmRecord
+LogRecord = (
+    LogHeader | WorkerRecord | StepRecord | LayerRecord | DriftRecord | LagRecord | ArmRecord
+)
+
+
+def _drift_record(drifted: Drifted, at_ns: int) -> DriftRecord | LagRecord:
+    drift = drifted.drift
+    if isinstance(drift, Lag):
+        return LagRecord(drift.cost, drift.old_s * 1e6, drift.new_s * 1e6, at_ns)
+    return DriftRecord(
+        drift.branch, drift.is_beside, drift.old_bytes_per_s, drift.new_bytes_per_s, at_ns
+    )
 
 
 def layer_stages(record: LayerRecord) -> Iterator[tuple[str, int]]:
@@ -236,16 +257,8 @@ class LatencyFold:
         match command:
             case Planned():
                 self._planned(command, now_ns)
-            case Drifted(drift=drift) if self._write is not None:
-                self._write(
-                    DriftRecord(
-                        drift.branch,
-                        drift.is_beside,
-                        drift.old_bytes_per_s,
-                        drift.new_bytes_per_s,
-                        now_ns,
-                    )
-                )
+            case Drifted() if self._write is not None:
+                self._write(_drift_record(command, now_ns))
             case ArmTaken() if self._write is not None:
                 self._write(ArmRecord(command.arm, now_ns))
             case Copy() if command.is_awaited:

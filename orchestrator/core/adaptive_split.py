@@ -282,7 +282,8 @@ class AdaptiveSplit:
         if self._is_learning:
             before = self._estimates.costs
             news += [Drifted(drift) for drift in self._estimates.settle()]
-            costs = self._fixed.improve(self._estimates.costs)
+            costs, lags = self._fixed.improve(self._estimates.costs)
+            news += [Drifted(lag) for lag in lags]
             if costs is not before:
                 self._estimates.set_fixed(costs)
                 self._follow(costs)

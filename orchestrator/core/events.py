@@ -13,6 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from orchestrator.core.fill_choice import FillBehindMode
+from orchestrator.core.fixed_costs import Lag
 from orchestrator.core.floor_rule import Arm
 from orchestrator.core.fluid_split import BranchCosts
 from orchestrator.core.planner import Split
@@ -258,9 +259,9 @@ class Retire(msgspec.Struct, frozen=True):
 
 
 class Drifted(msgspec.Struct, frozen=True):
-    """A branch is no longer as fast as was last said; the split follows."""
+    """A branch is no longer as fast, or as quick to begin, as was last said; the split follows."""
 
-    drift: Drift
+    drift: Drift | Lag
 
     def __str__(self) -> str:
         return str(self.drift)

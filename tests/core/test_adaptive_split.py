@@ -175,15 +175,21 @@ def test_fixed_costs_are_medians_and_noise_changes_nothing() -> None:
     fixed = FixedCosts()
     for _ in range(WINDOW - 1):
         fixed.took("link_fixed_s", 500_000)
-    assert fixed.improve(COSTS) is COSTS  # too few
+    assert fixed.improve(COSTS) == (COSTS, [])  # too few
     fixed.took("link_fixed_s", 400_000_000)
     fixed.took("cpu_fixed_s", -5)
-    improved = fixed.improve(COSTS)
+    improved, lags = fixed.improve(COSTS)
+    assert lags == []  # the first is no news
     assert improved.link_fixed_s == pytest.approx(500e-6)
     assert improved.cpu_fixed_s == 0.0
     for _ in range(WINDOW):
         fixed.took("link_fixed_s", 510_000)
-    assert fixed.improve(improved) is improved
+    assert fixed.improve(improved) == (improved, [])
+    for _ in range(WINDOW):
+        fixed.took("link_fixed_s", 1_500_000)
+    _, lags = fixed.improve(improved)
+    assert [str(lag) for lag in lags] == ["link, until its first byte: 500 us, now 1500 us"]
+    assert fixed.improve(improved)[1] == []
 
 
 def test_a_link_that_is_slow_to_begin_gets_nothing_small() -> None:

@@ -123,11 +123,9 @@ def form_of(layout: StoreLayout) -> Form:
     """A store's form as the library takes it.
 
     Raises:
-        NativeLibraryError: an activation or a format that the library does not know.
+        NativeLibraryError: an activation that the library does not know.
     """
     form: ExpertForm = layout.form
-    if layout.weights is not None:
-        raise NativeLibraryError(f"they do not know experts in {layout.weights.name}")
     if form.activation not in _ACTIVATIONS:
         raise NativeLibraryError(f"they do not know the activation {form.activation!r}")
     weights = layout.weights

@@ -37,7 +37,28 @@ float at_most(float value, float high) { return value > high ? high : value; }
 float within(float value, float low, float high) {
     return value < low ? low : at_most(value, high);
 }
-float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+// exp, within two units in the last place, in operations that every processor rounds alike and that
+// loops do several of at once. Beyond -87 .. 88 it stays at the ends; no number stays none.
+float exponential(float x) {
+    constexpr float ROUNDING = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+    x = x > 88.0f ? 88.0f : x;
+    x = x < -87.0f ? -87.0f : x;
+    const float shifted = x * 1.44269504088896341f + ROUNDING;
+    const float power = shifted - ROUNDING;
+    // x - power * ln 2, in two parts, the first of which multiplies exactly
+    const float rest = (x - power * 0.693359375f) - power * -2.12194440e-4f;
+    // 1 + rest + rest^2 * polynomial(rest), after Cephes' expf
+    float sum = 1.9875691500e-4f;
+    sum = sum * rest + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * (rest * rest) + rest + 1.0f;
+    return sum * float_of_bits((bits_of_float(shifted) - bits_of_float(ROUNDING) + 127) << 23);
+}
+
+float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 float gelu(float x) { return x * 0.5f * (1.0f + std::erf(x * 0.70710678118654752440f)); }
 
@@ -65,6 +86,11 @@ float gelu_fast(float x) {
 }
 
 template <int D>
+float silu(float x) {
+    return rounded<D>(x / (1.0f + exponential(-x)));
+}
+
+template <int D>
 float activate(int32_t activation, float x) {
     constexpr auto R = rounded<D>;
     switch (activation) {
@@ -82,7 +108,7 @@ float activate(int32_t activation, float x) {
         case HR_RELU2: return x < 0.0f ? 0.0f : R(x * x);
         case HR_RELU6: return within(x, 0.0f, 6.0f);
         case HR_SIGMOID: return R(sigmoid(x));
-        case HR_SILU: return R(x / (1.0f + std::exp(-x)));
+        case HR_SILU: return silu<D>(x);
         case HR_SQRT_SOFTPLUS: return R(std::sqrt(R(softplus(x))));
         default: return R(std::tanh(x));
     }
@@ -95,35 +121,69 @@ float project(const HrForm& form, float sum, const char* bias, int64_t index) {
     return rounded<D>(start + item<D>(bias, index));
 }
 
+// Loops over a few units with one operation each, which become vectors for float32 and bfloat16.
+constexpr int CHUNK = 64;
+
 template <int D>
-float combine(const HrForm& form, float gate, float up) {
+void activate_all(int32_t activation, float* x, int32_t count) {
+    if (activation == HR_SILU)
+        for (int32_t i = 0; i < count; i++) x[i] = silu<D>(x[i]);
+    else
+        for (int32_t i = 0; i < count; i++) x[i] = activate<D>(activation, x[i]);
+}
+
+template <int D>
+void combine(const HrForm& form, float* gate, float* up, int32_t count) {
     constexpr auto R = rounded<D>;
-    if (form.gate == HR_ACT_MUL) return R(activate<D>(form.activation, gate) * up);
-    gate = at_most(gate, R(form.limit));
-    up = within(up, R(-form.limit), R(form.limit));
-    if (form.gate == HR_CLAMPED_ACT_MUL) return R(activate<D>(form.activation, gate) * up);
-    const float glu = R(gate * R(sigmoid(R(gate * form.alpha))));
-    return R(R(up + 1.0f) * glu);
+    if (form.gate != HR_ACT_MUL) {
+        const float high = R(form.limit), low = R(-form.limit);
+        for (int32_t i = 0; i < count; i++) gate[i] = at_most(gate[i], high);
+        for (int32_t i = 0; i < count; i++) up[i] = within(up[i], low, high);
+    }
+    if (form.gate != HR_ALPHA_SWIGLU) {
+        activate_all<D>(form.activation, gate, count);
+        for (int32_t i = 0; i < count; i++) gate[i] = R(gate[i] * up[i]);
+        return;
+    }
+    const float alpha = form.alpha;
+    for (int32_t i = 0; i < count; i++) {
+        const float glu = R(gate[i] * R(sigmoid(R(gate[i] * alpha))));
+        gate[i] = R(R(up[i] + 1.0f) * glu);
+    }
+}
+
+// The sums at `sums`, `step` apart, with their biases, if any.
+template <int D>
+void project_all(const HrForm& form, const float* sums, const char* bias, int64_t bias_begin,
+                 int64_t step, float* out, int32_t count) {
+    if (!bias && step == 1)
+        for (int32_t i = 0; i < count; i++) out[i] = rounded<D>(sums[i]);
+    else
+        for (int32_t i = 0; i < count; i++)
+            out[i] = project<D>(form, sums[i * step], bias, bias_begin + i * step);
 }
 
 template <int D>
 void gate_row(const HrForm& form, const GateRow& row) {
-    for (int32_t i = 0; i < row.count; i++) {
-        const int64_t at = i * row.step;
-        const float first = project<D>(form, row.sums[at], row.bias, at);
+    for (int32_t begin = 0; begin < row.count; begin += CHUNK) {
+        const int32_t left = row.count - begin, count = left < CHUNK ? left : CHUNK;
+        const int64_t at = begin * row.step;
+        float* out = row.out + begin;
+        project_all<D>(form, row.sums + at, row.bias, at, row.step, out, count);
         if (!form.has_gate) {
-            row.out[i] = activate<D>(form.activation, first);
+            activate_all<D>(form.activation, out, count);
             continue;
         }
-        const float up =
-            project<D>(form, row.sums[row.up_begin + at], row.bias, row.bias_up_begin + at);
-        row.out[i] = combine<D>(form, first, up);
+        float up[CHUNK];
+        project_all<D>(form, row.sums + row.up_begin + at, row.bias, row.bias_up_begin + at,
+                       row.step, up, count);
+        combine<D>(form, out, up, count);
     }
 }
 
 template <int D>
 void finish(const HrForm& form, const float* sums, const char* bias, float* out, int64_t count) {
-    for (int64_t i = 0; i < count; i++) out[i] = project<D>(form, sums[i], bias, i);
+    project_all<D>(form, sums, bias, 0, 1, out, int32_t(count));
 }
 
 template <int D>

@@ -45,9 +45,9 @@ bool find_packed_format(const HrForm& form, PackedFormat& format);
 int64_t packed_groups(const PackedFormat& format, int64_t depth);
 int64_t packed_tile_bytes(const PackedFormat& format, int64_t depth);
 
-// A row as the kernels take it. codes: groups * group_size, of each four inputs k .. k + 3 in the
-// order k, k + 2, k + 1, k + 3. values: for fp8 alone, instead of codes; groups * group_size too,
-// zeros beyond the row's end.
+// A row as the kernels take it. codes: groups * group_size of 16 bits, ordered within each group as
+// the instruction set likes it (packed_template.h). values: for fp8 alone, instead of codes;
+// groups * group_size too, zeros beyond the row's end.
 struct PackedRow {
     const int16_t* codes;
     const float* scales;  // per group

@@ -8,7 +8,8 @@ namespace {
 
 struct Avx512 {
     static constexpr int LANES = 16;
-    static constexpr int TILES = 2;
+    static constexpr bool HAS_BYTE_PRODUCTS = true;
+    static constexpr int TILES = 4;
     static constexpr int ROWS = 8;
     static constexpr int FLOAT_ROWS = 4;
     using Int = __m512i;
@@ -21,22 +22,21 @@ struct Avx512 {
     static __m512i line(const char* at) { return _mm512_loadu_si512(at); }
     __attribute__((always_inline)) static void prefetch(const char* address) { _mm_prefetch(address, _MM_HINT_T0); }
 
-    // 32 words; the upper half repeats the lower, so the fifth bit of an index does not matter.
     static Table table(const int8_t* values) {
-        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
-        return _mm512_broadcast_i64x4(_mm256_cvtepi8_epi16(bytes));
+        return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
     }
-    static void decode4(const char* at, const Table& table, Words (&w)[4]) {
-        const __m512i codes = line(at);
-        w[0] = _mm512_permutexvar_epi16(codes, table);
-        w[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
-        w[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table);
-        w[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table);
+    template <bool IS_LOOKED_UP>
+    static void decode4(const char* at, const Table& table, Words (&w)[2]) {
+        const __m512i codes = line(at), mask = _mm512_set1_epi8(15);
+        w[0] = _mm512_and_si512(codes, mask);
+        w[1] = _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask);
+        if constexpr (IS_LOOKED_UP) {
+            w[0] = _mm512_shuffle_epi8(table, w[0]);
+            w[1] = _mm512_shuffle_epi8(table, w[1]);
+        }
     }
-    static void decode8(const char* at, Words (&w)[2]) {
-        const __m512i codes = line(at);
-        w[0] = _mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 8);
-        w[1] = _mm512_srai_epi16(codes, 8);
+    static void decode8(const char* at, Words (&w)[1]) {
+        w[0] = _mm512_xor_si512(line(at), _mm512_set1_epi8(char(0x80)));
     }
     // The upper two bytes of the float32 of each magnitude / 256, by table of the lower seven bits.
     struct Fp8Tables {
@@ -61,9 +61,29 @@ struct Avx512 {
         }
         return tables;
     }
+    // Words (k, k + 2) and (k + 1, k + 3), each the upper half of a float32.
+    static void split(__m512i even, __m512i odd, Float (&w)[4]) {
+        const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
+        w[0] = _mm512_castsi512_ps(_mm512_slli_epi32(even, 16));
+        w[1] = _mm512_castsi512_ps(_mm512_slli_epi32(odd, 16));
+        w[2] = _mm512_castsi512_ps(_mm512_and_si512(even, upper));
+        w[3] = _mm512_castsi512_ps(_mm512_and_si512(odd, upper));
+    }
+    // Subnormal weights are rare enough for lines with some to be decoded apart, by table.
     static void decode_fp8(const char* at, Float (&w)[4]) {
-        static constexpr Fp8Tables TABLES = make_fp8_tables();
         const __m512i codes = line(at);
+        if (__builtin_expect(_mm512_testn_epi8_mask(codes, _mm512_set1_epi8(0x78)) != 0, 0))
+            return decode_subnormal_fp8(codes, w);
+        // s eeee mmm to s (eeee + 112) mmm 0000: the exponent's upper bits are set, not added.
+        const __m512i kept = _mm512_set1_epi16(short(0x87f0));
+        const __m512i bias = _mm512_set1_epi16(0x3800);
+        const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 4);
+        const __m512i odd = _mm512_srai_epi16(codes, 4);
+        split(_mm512_ternarylogic_epi32(even, kept, bias, 0xea),  // even & kept | bias
+              _mm512_ternarylogic_epi32(odd, kept, bias, 0xea), w);
+    }
+    __attribute__((noinline)) static void decode_subnormal_fp8(__m512i codes, Float (&w)[4]) {
+        static constexpr Fp8Tables TABLES = make_fp8_tables();
         const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(TABLES.low), codes,
                                                      _mm512_load_si512(TABLES.low + 64));
         __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(TABLES.high), codes,
@@ -77,16 +97,16 @@ struct Avx512 {
             _mm512_ternarylogic_epi32(mask, low, _mm512_slli_epi16(high, 8), 0xca);
         const __m512i odd =
             _mm512_ternarylogic_epi32(mask, _mm512_srli_epi16(low, 8), high, 0xca);
-        const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
-        w[0] = _mm512_castsi512_ps(_mm512_slli_epi32(even, 16));
-        w[1] = _mm512_castsi512_ps(_mm512_slli_epi32(odd, 16));
-        w[2] = _mm512_castsi512_ps(_mm512_and_si512(even, upper));
-        w[3] = _mm512_castsi512_ps(_mm512_and_si512(odd, upper));
+        split(even, odd, w);
     }
-    static Int dot(Int sum, Words w, const int16_t* pair) {
-        int32_t both;
-        memcpy(&both, pair, sizeof both);
-        return _mm512_dpwssd_epi32(sum, w, _mm512_set1_epi32(both));
+    static Int dot(Int sum, Words w, const int8_t* quad) {
+        int32_t four;
+        memcpy(&four, quad, sizeof four);
+        return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(four));
+    }
+    static Int combine(Int upper, Int lower, int32_t offset) {
+        return _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(upper, 8), lower),
+                                _mm512_set1_epi32(offset));
     }
     static Int minus(Int sum, const char* zeros, int32_t count) {
         const __m512i zero =

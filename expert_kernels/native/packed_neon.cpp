@@ -8,6 +8,7 @@ namespace {
 
 struct Neon {
     static constexpr int LANES = 4;
+    static constexpr bool HAS_BYTE_PRODUCTS = false;
     static constexpr int TILES = 1;
     static constexpr int ROWS = 2;
     static constexpr int FLOAT_ROWS = 1;

@@ -7,6 +7,7 @@ namespace {
 
 struct Scalar {
     static constexpr int LANES = 1;
+    static constexpr bool HAS_BYTE_PRODUCTS = false;
     static constexpr int TILES = 1;
     static constexpr int ROWS = 1;
     static constexpr int FLOAT_ROWS = 1;

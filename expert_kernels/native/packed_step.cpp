@@ -13,6 +13,7 @@ constexpr int64_t LEAST_TILE_BYTES = 48 * 1024;
 constexpr int64_t MOST_TILE_BYTES = 256 * 1024;
 constexpr int64_t TILES_PER_THREAD = 8;
 constexpr int MAX_UNITS = 256;
+constexpr int STREAMS = 4;  // the kernels read up to so many of the matrix's tiles side by side
 constexpr int ROWS_PER_PASS = 16;
 
 struct PackedJob {
@@ -163,8 +164,10 @@ void run_tile(void* context, int64_t tile) {
 }
 
 // Outputs per tile of the job, a multiple of 16, so that it has about `wanted_bytes`.
-int32_t outputs_per_tile(int64_t wanted_bytes, int64_t tile_bytes, int64_t num_outputs) {
-    const int64_t wanted = std::max<int64_t>(wanted_bytes / tile_bytes, 1) * TILE_OUTPUTS;
+int32_t outputs_per_tile(int64_t wanted_bytes, int64_t tile_bytes, int64_t ways,
+                         int64_t num_outputs) {
+    const int64_t count = std::max<int64_t>(wanted_bytes / (tile_bytes * ways), 1);
+    const int64_t wanted = round_up(count, STREAMS / ways) * TILE_OUTPUTS;
     return int32_t(
         std::min({wanted, round_up(num_outputs, TILE_OUTPUTS), int64_t(MAX_UNITS)}));
 }
@@ -188,10 +191,10 @@ void run_packed_step(HrPool& pool, const HrForm& form, const PackedFormat& forma
     const int num_threads = useful_threads(pool, total);
     const int64_t tile_bytes = std::clamp(total / (num_threads * TILES_PER_THREAD),
                                           LEAST_TILE_BYTES, MOST_TILE_BYTES);
-    job.first_units = outputs_per_tile(tile_bytes, job.ways * job.first_bytes,
-                                       form.intermediate_size);
+    job.first_units =
+        outputs_per_tile(tile_bytes, job.first_bytes, job.ways, form.intermediate_size);
     job.first_tiles = (form.intermediate_size + job.first_units - 1) / job.first_units;
-    job.down_outputs = outputs_per_tile(tile_bytes, job.down_bytes, form.hidden_size);
+    job.down_outputs = outputs_per_tile(tile_bytes, job.down_bytes, 1, form.hidden_size);
     job.down_tiles = (form.hidden_size + job.down_outputs - 1) / job.down_outputs;
     if (job.num_tiles() > MAX_TILES) throw std::bad_alloc();
     job.num_missing.reset(new std::atomic<int32_t>[job.experts.size()]);

@@ -5,13 +5,24 @@
 // are kept at once), TILES (tiles at once for a single row), the types Int, Words, Float, Table, and
 //
 //   table(values)          from 16 values of a byte each
-//   decode4(line, t, w)    8 inputs: w[0] (k, k+2)  w[1] (k+4, k+6)  w[2] (k+1, k+3)  w[3] (k+5, k+7)
-//   decode8(line, w)       4 inputs: w[0] (k, k+2)  w[1] (k+1, k+3)
 //   decode_fp8(line, w)    4 inputs: w[j] is weight k+j / 256, as float32
-//   dot(sum, w, pair)      sum + w.low * pair[0] + w.high * pair[1]
 //   minus(sum, zeros, n)   sum - zero point of the lane * n
 //   to_float, scale(kind, from), multiply(v, number), multiply(v, v), add, fma(v, v, v),
 //   fma(v, number, v), load, store, prefetch
+//
+// and, unless HAS_BYTE_PRODUCTS, whose codes are words, of each four in the order k, k+2, k+1, k+3:
+//
+//   decode4(line, t, w)    8 inputs: w[0] (k, k+2)  w[1] (k+4, k+6)  w[2] (k+1, k+3)  w[3] (k+5, k+7)
+//   decode8(line, w)       4 inputs: w[0] (k, k+2)  w[1] (k+1, k+3)
+//   dot(sum, w, pair)      sum + w.low * pair[0] + w.high * pair[1]
+//
+// or, with it, whose codes are bytes, all upper ones of the group and then all lower ones, each with
+// a sign (code = 256 * upper + lower), and weights are bytes without one, BYTE_OFFSET too large:
+//
+//   decode4(line, t, w)    8 inputs: w[0] k .. k+3  w[1] k+4 .. k+7, looked up if IS_E2M1
+//   decode8(line, w)       4 inputs
+//   dot(sum, w, quad)      sum + w.byte0 * quad[0] + ... + w.byte3 * quad[3]
+//   combine(upper, lower, n)   256 * upper + lower - n
 #pragma once
 
 #include <cstdint>
@@ -22,7 +33,7 @@
 namespace {
 
 // The code stream is read once; asking this far ahead keeps the memory busy across pages.
-constexpr int PACKED_PREFETCH_BYTES = 1024;
+constexpr int PACKED_PREFETCH_BYTES = 2048;
 
 constexpr int8_t INT4_VALUES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 constexpr int8_t INT4_RAW_VALUES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -32,25 +43,26 @@ template <int KIND>
 constexpr bool HAS_BYTES = KIND == HR_INT8 || KIND == HR_FP8;
 template <int KIND>
 constexpr bool IS_E2M1 = KIND == HR_MXFP4 || KIND == HR_NVFP4;
+// For byte products: what makes weights positive.
+constexpr int8_t E2M1_OFFSET[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+template <int KIND>
+constexpr int BYTE_OFFSET = KIND == HR_INT8 ? 128 : KIND == HR_INT4 ? 8 : 12;
 template <int KIND>
 constexpr int INPUTS_PER_LINE = HAS_BYTES<KIND> ? 4 : 8;
 
-// One group of T tiles and M rows, integers: added to sums.
+// The products of one group of T tiles and M rows, as integers; for byte products still with the
+// offsets of the weights where there are zero points.
 template <class P, int KIND, int T, int M>
-__attribute__((always_inline)) inline void add_group(
-    const PackedProduct& p, const typename P::Table& table, const char* const (&codes)[T],
-    const char* const (&scales)[T], const char* const (&zeros)[T], const PackedRow* rows,
-    int64_t group, typename P::Float (&sums)[T][M][TILE_OUTPUTS / P::LANES]) {
+__attribute__((always_inline)) inline void sum_words(
+    const typename P::Table& table, const char* const (&codes)[T], const PackedRow* rows,
+    int64_t group, int group_size, typename P::Int (&found)[T][M][TILE_OUTPUTS / P::LANES]) {
     constexpr int PARTS = TILE_OUTPUTS / P::LANES;
-    const PackedFormat& format = *p.format;
-    const int group_size = KIND == HR_MXFP4 ? 32 : KIND == HR_NVFP4 ? 16 : format.group_size;
     const int num_lines = group_size / INPUTS_PER_LINE<KIND>;
-    typename P::Int found[T][M][PARTS];
+    const int16_t* x[M];
+    for (int m = 0; m < M; m++) x[m] = rows[m].codes + group * group_size;
     for (auto& of_tile : found)
         for (auto& of_row : of_tile)
             for (auto& part : of_row) part = P::zero_int();
-    const int16_t* x[M];
-    for (int m = 0; m < M; m++) x[m] = rows[m].codes + group * group_size;
     for (int line = 0; line < num_lines; line++)
         for (int t = 0; t < T; t++) {
             const char* at = codes[t] + line * LINE_BYTES;
@@ -74,6 +86,60 @@ __attribute__((always_inline)) inline void add_group(
                 }
             }
         }
+}
+
+template <class P, int KIND, int T, int M>
+__attribute__((always_inline)) inline void sum_bytes(
+    const PackedFormat& format, const typename P::Table& table, const char* const (&codes)[T],
+    const PackedRow* rows, int64_t group, int group_size,
+    typename P::Int (&found)[T][M][TILE_OUTPUTS / P::LANES]) {
+    static_assert(P::LANES == TILE_OUTPUTS);
+    constexpr int QUADS = INPUTS_PER_LINE<KIND> / 4;
+    const int num_lines = group_size / INPUTS_PER_LINE<KIND>;
+    typename P::Int upper[T][M], lower[T][M];
+    const int8_t* x[M];
+    for (int m = 0; m < M; m++)
+        x[m] = reinterpret_cast<const int8_t*>(rows[m].codes + group * group_size);
+    for (int t = 0; t < T; t++)
+        for (int m = 0; m < M; m++) upper[t][m] = lower[t][m] = P::zero_int();
+    for (int line = 0; line < num_lines; line++)
+        for (int t = 0; t < T; t++) {
+            const char* at = codes[t] + line * LINE_BYTES;
+            P::prefetch(at + PACKED_PREFETCH_BYTES);
+            typename P::Words w[QUADS];
+            if constexpr (HAS_BYTES<KIND>)
+                P::decode8(at, w);
+            else
+                P::template decode4<IS_E2M1<KIND>>(at, table, w);
+            for (int m = 0; m < M; m++)
+                for (int j = 0; j < QUADS; j++) {
+                    const int8_t* quad = x[m] + (line * QUADS + j) * 4;
+                    upper[t][m] = P::dot(upper[t][m], w[j], quad);
+                    lower[t][m] = P::dot(lower[t][m], w[j], quad + group_size);
+                }
+        }
+    for (int t = 0; t < T; t++)
+        for (int m = 0; m < M; m++) {
+            const int offset = KIND == HR_INT4 && format.has_zero_points ? 0 : BYTE_OFFSET<KIND>;
+            found[t][m][0] =
+                P::combine(upper[t][m], lower[t][m], rows[m].sums[group] * offset);
+        }
+}
+
+// One group of T tiles and M rows, integers: added to sums.
+template <class P, int KIND, int T, int M>
+__attribute__((always_inline)) inline void add_group(
+    const PackedProduct& p, const typename P::Table& table, const char* const (&codes)[T],
+    const char* const (&scales)[T], const char* const (&zeros)[T], const PackedRow* rows,
+    int64_t group, typename P::Float (&sums)[T][M][TILE_OUTPUTS / P::LANES]) {
+    constexpr int PARTS = TILE_OUTPUTS / P::LANES;
+    const PackedFormat& format = *p.format;
+    const int group_size = KIND == HR_MXFP4 ? 32 : KIND == HR_NVFP4 ? 16 : format.group_size;
+    typename P::Int found[T][M][PARTS];
+    if constexpr (P::HAS_BYTE_PRODUCTS)
+        sum_bytes<P, KIND, T, M>(format, table, codes, rows, group, group_size, found);
+    else
+        sum_words<P, KIND, T, M>(table, codes, rows, group, group_size, found);
     for (int t = 0; t < T; t++)
         for (int v = 0; v < PARTS; v++) {
             const int scale_kind = KIND == HR_MXFP4   ? HR_SCALE_E8M0
@@ -121,13 +187,15 @@ __attribute__((always_inline)) inline void add_fp8_group(
         }
 }
 
-// Tiles tile .. tile + T of rows row .. row + M.
+// Tiles tile, tile + apart, ... (T of them) of rows row .. row + M.
 template <class P, int KIND, int T, int M>
-__attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, int row) {
+__attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, int apart,
+                                              int row) {
     constexpr int PARTS = TILE_OUTPUTS / P::LANES;
     const PackedFormat& format = *p.format;
     const PackedRow* rows = p.rows + row;
-    const auto table = P::table(IS_E2M1<KIND>             ? E2M1_DOUBLED
+    const auto table = P::table(IS_E2M1<KIND>            ? P::HAS_BYTE_PRODUCTS ? E2M1_OFFSET
+                                                                                : E2M1_DOUBLED
                                 : format.has_zero_points ? INT4_RAW_VALUES
                                                          : INT4_VALUES);
     typename P::Float sums[T][M][PARTS];
@@ -137,7 +205,7 @@ __attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, 
     const char* start[T];
     const char* record[T];
     for (int t = 0; t < T; t++) {
-        start[t] = p.tiles + (tile + t) * p.tile_bytes;
+        start[t] = p.tiles + (tile + t * apart) * p.tile_bytes;
         record[t] = start[t] + format.header_bytes;
     }
     const int group_scale_bytes = TILE_OUTPUTS * format.scale_bytes;
@@ -145,6 +213,9 @@ __attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, 
     for (int64_t first = 0; first < p.num_groups; first += format.groups_per_record) {
         const int64_t left = p.num_groups - first;
         const int count = int(left < format.groups_per_record ? left : format.groups_per_record);
+        for (int t = 0; t < T; t++)
+            for (int at = 0; at < format.record_scale_bytes; at += LINE_BYTES)
+                P::prefetch(record[t] + at + PACKED_PREFETCH_BYTES);
         for (int i = 0; i < count; i++) {
             const char *codes[T], *scales[T], *zeros[T];
             for (int t = 0; t < T; t++) {
@@ -168,7 +239,7 @@ __attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, 
                 if constexpr (KIND == HR_NVFP4)
                     sum = P::multiply(
                         sum, P::multiply(P::load(start[t] + v * P::LANES * 4), 0.5f));
-                P::store(p.out + (row + m) * p.out_stride + (tile + t) * TILE_OUTPUTS +
+                P::store(p.out + (row + m) * p.out_stride + (tile + t * apart) * TILE_OUTPUTS +
                              v * P::LANES,
                          sum);
             }
@@ -176,7 +247,7 @@ __attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, 
 
 template <class P, int KIND, int M>
 int multiply_rows(const PackedProduct& p, int tile, int row) {
-    for (; row + M <= p.num_rows; row += M) multiply_tiles<P, KIND, 1, M>(p, tile, row);
+    for (; row + M <= p.num_rows; row += M) multiply_tiles<P, KIND, 1, M>(p, tile, 0, row);
     return row;
 }
 
@@ -184,9 +255,13 @@ template <class P, int KIND>
 void multiply_packed(const PackedProduct& p) {
     constexpr int ROWS = KIND == HR_FP8 ? P::FLOAT_ROWS : P::ROWS;
     int tile = 0;
-    if (p.num_rows == 1)
-        for (; tile + P::TILES <= p.num_tiles; tile += P::TILES)
-            multiply_tiles<P, KIND, P::TILES, 1>(p, tile, 0);
+    if (p.num_rows == 1) {
+        // TILES streams, each through a stretch of adjacent tiles: what is asked for ahead beyond
+        // the end of a tile is then always wanted next.
+        const int apart = p.num_tiles / P::TILES;
+        for (; tile < apart; tile++) multiply_tiles<P, KIND, P::TILES, 1>(p, tile, apart, 0);
+        tile = apart * P::TILES;
+    }
     for (; tile < p.num_tiles; tile++) {
         int row = multiply_rows<P, KIND, ROWS>(p, tile, 0);
         if constexpr (ROWS >= 8) row = multiply_rows<P, KIND, 4>(p, tile, row);
@@ -197,7 +272,8 @@ void multiply_packed(const PackedProduct& p) {
 
 // Element by element, so the compiler's vectors have the same bits. A group with a value that is
 // infinite or no number gets the scale NaN.
-inline void quantise_packed(const float* values, int64_t num_groups, int32_t group_size,
+template <bool IN_BYTES>
+void quantise_packed(const float* values, int64_t num_groups, int32_t group_size,
                             int16_t* codes, float* scales, int32_t* sums) {
     constexpr float ROUNDING = 12582912.0f;  // 1.5 * 2^23: adding it rounds to nearest, ties to even
     constexpr int32_t ROUNDING_BITS = 0x4b400000;
@@ -233,13 +309,21 @@ inline void quantise_packed(const float* values, int64_t num_groups, int32_t gro
             found[i] = code;
             sum += code;
         }
+        sums[group] = sum;
+        if constexpr (IN_BYTES) {
+            int8_t* bytes = reinterpret_cast<int8_t*>(out);
+            for (int i = 0; i < group_size; i++) {
+                bytes[i] = int8_t((found[i] + 128) >> 8);
+                bytes[group_size + i] = int8_t(found[i]);
+            }
+            continue;
+        }
         for (int i = 0; i < group_size; i += 4) {
             out[i] = int16_t(found[i]);
             out[i + 1] = int16_t(found[i + 2]);
             out[i + 2] = int16_t(found[i + 1]);
             out[i + 3] = int16_t(found[i + 3]);
         }
-        sums[group] = sum;
     }
 }
 
@@ -248,7 +332,7 @@ constexpr PackedKernels packed_of() {
     return {{multiply_packed<P, HR_INT8>, multiply_packed<P, HR_INT4>,
              multiply_packed<P, HR_MXFP4>, multiply_packed<P, HR_NVFP4>,
              multiply_packed<P, HR_FP8>},
-            quantise_packed};
+            quantise_packed<P::HAS_BYTE_PRODUCTS>};
 }
 
 }  // namespace

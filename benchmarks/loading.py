@@ -2,6 +2,7 @@
 
     python -m benchmarks.loading             makes a random 2 GB checkpoint, loads it, removes it
     python -m benchmarks.loading --model DIR --json
+    python -m benchmarks.loading --expert-dtype int4     quantises while it loads
 
 The reference of the same run is `cat` of the same files to nowhere: what the page cache gives.
 Memory is the loader's resident set and the segment together, sampled every 10 ms, beside the store.
@@ -30,7 +31,7 @@ from expert_store.segment import create_segment
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def load_once(model: Path, dtype: str) -> tuple[Loaded, float, int]:
+def load_once(model: Path, dtype: str, expert_dtype: str) -> tuple[Loaded, float, int]:
     """One load: its report, the process's wall time in s, the peak of memory beside the store."""
     fd = create_segment("benchmark")
     started = time.monotonic()
@@ -38,7 +39,7 @@ def load_once(model: Path, dtype: str) -> tuple[Loaded, float, int]:
         with subprocess.Popen(
             [
                 sys.executable, "-m", "expert_store", "load", "--model", model, "--dtype", dtype,
-                "--fd", str(fd),
+                "--expert-dtype", expert_dtype, "--fd", str(fd),
             ],
             cwd=ROOT, pass_fds=(fd,), stdout=subprocess.PIPE, text=True,
         ) as loader:  # fmt: skip
@@ -87,6 +88,7 @@ def main() -> int:
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="default: a random one of 2 GB")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--expert-dtype", default="auto", metavar="NAME")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     args = parser.parse_args()
@@ -100,10 +102,11 @@ def main() -> int:
         )
         cat_bytes_per_s(model)  # brings the files into the page cache
         reference = cat_bytes_per_s(model)
-        loads = [load_once(model, args.dtype) for _ in range(args.repeat)]
+        loads = [load_once(model, args.dtype, args.expert_dtype) for _ in range(args.repeat)]
     layout = loads[0][0].layout
     rate = statistics.median(report.bytes_per_s for report, _, _ in loads)
     result = {
+        "expert_dtype": args.expert_dtype,
         "store_bytes": layout.total_bytes,
         "bytes_per_s": rate,
         "cat_bytes_per_s": reference,

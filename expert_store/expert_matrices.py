@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from expert_store.conversion import read_tensor, require_shape, stacks
+from expert_store.native_quantising import load_library, quantise_into
 from expert_store.packed import PackedTensor
-from expert_store.packing import QuantisedMatrix, dequantise, interleave_tiles, pack
+from expert_store.packing import QuantisedMatrix, dequantise, pack
 from expert_store.quantising import quantise
 from expert_store.reports import QuantisationErrors, TensorError
 from expert_store.unpacking import read_matrix
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from expert_store.families import ModelShape
     from expert_store.formats import WeightFormat
     from expert_store.keys import ExpertParameter
-    from expert_store.layout import ExpertForm, StoreLayout
+    from expert_store.layout import ExpertForm, StoreLayout, TensorName
     from expert_store.reading import SourceFiles
 
 _NUM_WORST = 8
@@ -156,28 +157,39 @@ class QuantisedWriter:
         assert layout.weights is not None, "only a quantised store has a writer"
         self._layout = layout
         self._weights: WeightFormat = layout.weights
+        self._library = load_library()
         self._lock = threading.Lock()
         self._error_square = self._size_square = 0.0
         self._errors: list[TensorError] = []
 
-    def block_bytes(self, name: str, label: str, parts: Sequence[Part]) -> npt.NDArray[np.uint8]:
+    def block_bytes(
+        self, name: TensorName, label: str, parts: Sequence[Part]
+    ) -> npt.NDArray[np.uint8]:
         """What the store holds of one expert's parameter: uint8 [tiles, 2 or 1, tile_bytes]."""
         error_square = size_square = 0.0
-        tiles = []
-        for part in parts:
+        place = self._layout.tensor(name)
+        block = np.zeros(place.shape, np.uint8)
+        for way, part in enumerate(parts):
             if part.coded is not None and part.coded[0] == self._weights:
-                tiles.append(pack(self._weights, part.coded[1]))
+                block[:, way] = pack(self._weights, part.coded[1])
                 continue
-            made = quantise(self._weights, part.as_floats())
-            error_square += made.error_square
-            size_square += made.size_square
-            tiles.append(pack(self._weights, made.matrix))
+            error, size = self._quantise(part.as_floats(), block[:, way])
+            error_square += error
+            size_square += size
         if size_square:
             with self._lock:
                 self._error_square += error_square
                 self._size_square += size_square
                 self._errors.append(TensorError(label, (error_square / size_square) ** 0.5))
-        return interleave_tiles(*tiles) if name == "gate_up" else tiles[0]
+        return block
+
+    def _quantise(self, matrix: torch.Tensor, tiles: npt.NDArray[np.uint8]) -> tuple[float, float]:
+        """Fill the tiles; sums of squared errors and of squared weights."""
+        if self._library is not None:
+            return quantise_into(self._library, self._weights, matrix, tiles)
+        made = quantise(self._weights, matrix)
+        tiles[:] = pack(self._weights, made.matrix)
+        return made.error_square, made.size_square
 
     def errors(self) -> QuantisationErrors | None:
         """None when every value was kept as it was."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 #: Weights that are worked on at a time: their intermediates stay in a core's own cache.
 _CHUNK_WEIGHTS = 64 * 1024
+_LEAST_STEP = 2.0**-126
 _LEAST_EXPONENT, _LARGEST_EXPONENT = -127, 127
 #: Halves between neighbouring values of e2m1; at a tie the even code wins, so some include it.
 _E2M1_BORDERS = (
@@ -154,12 +155,12 @@ def _e2m1(groups: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def _largest(groups: torch.Tensor) -> torch.Tensor:
     low, high = torch.aminmax(groups, dim=2)
-    return torch.maximum(high, -low)
+    return torch.maximum(high, -low).abs_()  # of two zeros the positive one
 
 
 def _inverse(step: torch.Tensor) -> torch.Tensor:
-    """1 / step, and 0 where the step is 0: what it would divide is 0 or too small to be stored."""
-    return torch.where(step == 0, 0.0, 1 / step)
+    """1 / step, and 0 where that may not be finite: what it would divide counts as 0."""
+    return torch.where(step.abs() < _LEAST_STEP, 0.0, 1 / step)
 
 
 def _stored(scales: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:

@@ -17,6 +17,7 @@ from expert_store.expert_dtype import EXPERT_DTYPES, parse_expert_dtype
 from expert_store.formats import NAMED_FORMATS, WeightFormat
 from expert_store.gates import expert_rows
 from expert_store.loader import Plan, load
+from expert_store.native_quantising import load_library, quantise_into
 from expert_store.packing import QuantisedMatrix, dequantise, pack
 from expert_store.quantising import quantise
 from expert_store.segment import StoreView, create_segment
@@ -82,6 +83,29 @@ def test_torch_reads_tiles_as_numpy_does(weights: WeightFormat) -> None:
     tiles = torch.from_numpy(pack(weights, made))
     found = dequantise_tiles(weights, tiles, 67, 272)
     assert np.array_equal(found.numpy(), dequantise(weights, made))
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("weights", FORMATS, ids=NAMES)
+def test_the_native_library_makes_the_same_bytes(weights: WeightFormat, is_plain: bool) -> None:
+    library = load_library()
+    if library is None:
+        pytest.skip("the native library is not built here")
+    for outputs, inputs, dtype, size in (
+        (67, 272, torch.bfloat16, 1.0),
+        (33, 301, torch.float32, 1e-5),
+        (16, 96, torch.float32, 1e-30),
+    ):
+        matrix = (random_matrix(outputs, inputs).float() * size).to(dtype)
+        made = quantise(weights, matrix)
+        expected = pack(weights, made.matrix)
+        # As in a block: this way's tiles lie between those of another.
+        block = np.zeros((expected.shape[0], 2, expected.shape[1]), np.uint8)
+        error, total = quantise_into(library, weights, matrix, block[:, 1], is_plain=is_plain)
+        assert np.array_equal(block[:, 1], expected)
+        assert not block[:, 0].any()
+        assert error == pytest.approx(made.error_square, rel=1e-4)
+        assert total == pytest.approx(made.size_square, rel=1e-4)
 
 
 # --- through a checkpoint -------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from orchestrator.core.events import ArmTaken, Drifted
-from orchestrator.core.fill_choice import BehindCopy, FillBehind, FillChoice
+from orchestrator.core.fill_choice import BehindCopy, Candidates, FillBehind, FillChoice
 from orchestrator.core.fixed_costs import FixedCosts
 from orchestrator.core.floor_rule import FloorRule
 from orchestrator.core.fluid_split import BranchCosts, FluidSplit
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from orchestrator.core.directory import ExpertDirectory
     from orchestrator.core.events import CoreConfig
-    from orchestrator.core.fill_choice import Candidates
     from orchestrator.core.fixed_costs import FixedCost
     from orchestrator.core.floor_rule import Arm
     from orchestrator.core.policies import EvictionPolicy
@@ -174,19 +173,25 @@ class AdaptiveSplit:
         has_link: bool,
         num_adopted: int = 0,
         num_in_flight: int = 0,
+        is_guest: bool = False,
     ) -> Decision:
         """After `directory.layer_step` and after the hits were pinned.
 
         `misses` have no slot, `arriving` are on their way and the CPU runs them all the same;
         `rows` of each of both, None for one row each. `num_adopted` more are on their way and
-        waited for, `num_in_flight` copies are on their way in all.
+        waited for, `num_in_flight` copies are on their way in all. The fills of a guest go through
+        few slots, one after the other, and nothing is copied behind for it.
         """
         self._arm = None
         num_misses = len(misses) + len(arriving)
         if not num_misses:
             split = self._planner.plan(0, 0, has_cpu=has_cpu, has_link=has_link)
             return Decision([], [], [], split)
-        candidates = self._choice.candidates(directory, misses)
+        if is_guest:
+            candidates = _of_guest(directory, misses, rows)
+            rows = rows or dict.fromkeys([*misses, *arriving], 1)
+        else:
+            candidates = self._choice.candidates(directory, misses)
         split = self._split(
             directory, candidates, arriving, rows, num_adopted, has_cpu=has_cpu, has_link=has_link
         )
@@ -200,7 +205,7 @@ class AdaptiveSplit:
             fills = [key for key in misses if key in chosen]
             on_cpu = [key for key in misses if key not in chosen]
         behind: list[BehindCopy] = []
-        if split.rule == "balance" and split.num_cpu:
+        if split.rule == "balance" and split.num_cpu and not is_guest:
             behind = self._behind.choose(candidates, num_fills, num_in_flight)
         return Decision(fills, on_cpu + arriving if arriving else on_cpu, behind, split)
 
@@ -293,3 +298,13 @@ class AdaptiveSplit:
             news += self._taken
             self._taken = []
         return news
+
+
+def _of_guest(
+    directory: ExpertDirectory, misses: list[ExpertKey], rows: dict[ExpertKey, int] | None
+) -> Candidates:
+    """A guest's misses, those of most rows first: they are where the device gains most. With two
+    slots one is copied into while the other is read, so any number may follow each other."""
+    ranked = misses if rows is None else sorted(misses, key=lambda key: -rows[key])
+    num_at_once = len(misses) if directory.max_guests > 1 else int(directory.can_host)
+    return Candidates(ranked, [0.0] * min(num_at_once, len(misses)))

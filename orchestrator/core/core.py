@@ -28,6 +28,7 @@ from orchestrator.core.events import (
     Foreseen,
     Passed,
     ResetTable,
+    ResizeSlots,
     Retired,
     Stalled,
     Submit,
@@ -77,6 +78,12 @@ class Core:
 
     def handle(self, event: CoreEvent) -> list[CoreCommand]:
         """What is to be done now that `event` has happened, in this order."""
+        commands = self._handle(event)
+        if self._dispatch.directory.has_excess:
+            self._dispatch.shrink(commands)
+        return commands
+
+    def _handle(self, event: CoreEvent) -> list[CoreCommand]:
         # The first five come once or more per layer, the rest per step or less.
         match event:
             case Passed():
@@ -103,6 +110,8 @@ class Core:
                 return self._foreseen(event)
             case Retired():
                 return self._retired(event)
+            case ResizeSlots():
+                return self._resize(event)
             case _:
                 assert_never(event)
 
@@ -127,6 +136,12 @@ class Core:
     def _retired(self, event: Retired) -> list[CoreCommand]:
         commands: list[CoreCommand] = []
         return commands if self._dispatch.retired(event, commands) else self._ignored()
+
+    def _resize(self, event: ResizeSlots) -> list[CoreCommand]:
+        commands: list[CoreCommand] = []
+        if not self._dispatch.resize(event.num_slots, commands):
+            return self._ignored()
+        return commands
 
     def _routed(self, event: Routed) -> list[CoreCommand]:
         commands: list[CoreCommand] = []
@@ -269,7 +284,8 @@ class Core:
             cpu_epochs=list(roster.cpu_epochs),
             num_resident=directory.num_resident,
             num_filling=directory.num_filling,
-            num_slots=directory.num_slots,
+            num_slots=directory.limit,
+            max_slots=directory.num_slots,
             host_bytes_per_s=costs.cpu_bytes_per_s,
             link_bytes_per_s=costs.link_bytes_per_s,
             missing_role=self._missing_role,

@@ -18,6 +18,14 @@ late answer of a worker that was replaced meanwhile thus changes nothing: it is 
 in advance, so that nothing evicts it between its commit and its use. Pins are counted, and whoever
 pins unpins.
 
+*Guests.* A long prompt beside running streams asks once for nearly every expert. What is filled for
+it is a guest: the policy does not hear of it, it takes a free slot, the slot of another guest, or
+one of at most ``max_guests`` slots of others, and it is the first to leave. A later demand by
+somebody else makes it one of the placed experts. Demands of a guest refresh nothing.
+
+*Limit.* At most ``limit`` of the slots are used; it may change while serving. What is beyond it
+leaves as soon as it is neither pinned nor filling (``shrink``).
+
 *Recency* is the order of demand: ``refresh`` for a placed expert, ``reserve`` for a new one. When
 the bytes land plays no part, so the same demands give the same evictions however the copies race.
 
@@ -28,11 +36,14 @@ first expert of every layer.
 
 from __future__ import annotations
 
-from enum import Enum
+import itertools
 from typing import TYPE_CHECKING
 
-import msgspec
-
+from orchestrator.core.directory_check import check_directory
+from orchestrator.core.slots import DirectoryMisuse as DirectoryMisuse
+from orchestrator.core.slots import InvariantBroken as InvariantBroken
+from orchestrator.core.slots import Reservation as Reservation
+from orchestrator.core.slots import SlotState as SlotState
 from protocol.messages import ExpertKey, SlotId
 
 if TYPE_CHECKING:
@@ -42,34 +53,16 @@ if TYPE_CHECKING:
     from protocol.messages import ExpertId, LayerId
 
 
-class SlotState(Enum):
-    """What a slot holds: nothing, bytes on their way, or a readable expert."""
-
-    FREE = "free"
-    FILLING = "filling"
-    RESIDENT = "resident"
+#: One guest for so many slots, at least one, and no more than so many: enough to copy into one slot
+#: while the expert in another is computed, and a small part of what others have.
+_SLOTS_PER_GUEST = 32
+_MAX_GUESTS = 8
 
 
 # Read on every call; a module global is cheaper than an attribute of an Enum class.
 _FREE = SlotState.FREE
 _FILLING = SlotState.FILLING
 _RESIDENT = SlotState.RESIDENT
-
-
-class DirectoryMisuse(ValueError):
-    """A call that the state of the directory forbids: a bug of the caller. Nothing was changed."""
-
-
-class InvariantBroken(AssertionError):
-    """``check()`` found two parts that disagree: a bug of the directory or of its policy."""
-
-
-class Reservation(msgspec.Struct, frozen=True, gc=False):
-    """A slot that waits for bytes, the generation to name at its end, and who left for it."""
-
-    slot: SlotId
-    generation: int
-    evicted: ExpertKey | None
 
 
 class ExpertDirectory:
@@ -84,6 +77,7 @@ class ExpertDirectory:
         "_filling",
         "_free",
         "_generations",
+        "_guests",
         "_keys",
         "_num_evictable",
         "_pins",
@@ -95,6 +89,7 @@ class ExpertDirectory:
         "evictions",
         "fills",
         "hits",
+        "limit",
         "lost_fills",
         "lost_residents",
         "num_slots",
@@ -108,7 +103,10 @@ class ExpertDirectory:
             raise DirectoryMisuse(
                 "the policy already orders experts; give each directory a new one"
             )
-        self.num_slots = num_slots
+        #: All slots that there are, and how many of them are to be used.
+        self.num_slots = self.limit = num_slots
+        #: Placed experts that the policy does not know, first to leave first.
+        self._guests: dict[ExpertKey, None] = {}
         self._policy = policy
         self._states = [_FREE] * num_slots
         self._keys: list[ExpertKey | None] = [None] * num_slots
@@ -166,23 +164,45 @@ class ExpertDirectory:
     @property
     def num_reservable(self) -> int:
         """How many reserves in a row would succeed now: free slots and unpinned residents."""
-        return len(self._free) + self._num_evictable
+        return self.num_free + self._num_evictable
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Free slots that may be used."""
+        num_free = len(self._free)
+        return min(num_free, max(self.limit - self.num_slots + num_free, 0))
+
+    @property
+    def has_excess(self) -> bool:
+        """Whether more slots are used than the limit allows."""
+        return self.num_slots - len(self._free) > self.limit
+
+    @property
+    def max_guests(self) -> int:
+        """Guests that may displace others: few enough that those do not miss the slots."""
+        return max(1, min(_MAX_GUESTS, self.limit // _SLOTS_PER_GUEST))
+
+    @property
+    def can_host(self) -> bool:
+        """Whether a reserve for a guest would succeed now."""
+        if self.num_free:
+            return True
+        if not self._num_evictable:
+            return False
+        return len(self._guests) < self.max_guests or next(self.evictable()) in self._guests
 
     def evictable(self, incoming: ExpertKey | None = None) -> Iterator[ExpertKey]:
         """Keys that may leave now, in the order in which they would; drop it before any change."""
         pins = self._pins
-        for key in self._policy.victims(incoming):
+        for key in itertools.chain(self._guests, self._policy.victims(incoming)):
             slot = self._resident.get(key)
             if slot is not None and not pins[slot]:
                 yield key
 
     def residents(self) -> list[ExpertKey]:
         """Resident keys, next victim first: for lru, least recently demanded first."""
-        return [key for key in self._policy.victims(None) if key in self._resident]
+        placed = (*self._guests, *self._policy.victims(None))
+        return [key for key in placed if key in self._resident]
 
     # ---- demand ----
 
@@ -200,14 +220,18 @@ class ExpertDirectory:
             self.hits += 1
         elif key not in self._filling:
             raise DirectoryMisuse(f"refresh of {_named(key)}, which has no slot")
-        self._policy.refreshed(key)
+        if key in self._guests:
+            self._settle_guest(key)
+        else:
+            self._policy.refreshed(key)
 
     def demand(
-        self, keys: Iterable[ExpertKey]
+        self, keys: Iterable[ExpertKey], *, is_guest: bool = False
     ) -> tuple[list[ExpertId], list[SlotId], list[ExpertKey]]:
         """`refresh` and `pin` every resident key, in order: (experts, slots, the keys that are not
-        resident). One call for a layer-step, because it stands between router and experts."""
-        resident, pins = self._resident, self._pins
+        resident). One call for a layer-step, because it stands between router and experts. For a
+        guest nothing is refreshed."""
+        resident, pins, guests = self._resident, self._pins, self._guests
         refreshed = self._policy.refreshed
         experts: list[ExpertId] = []
         slots: list[SlotId] = []
@@ -220,7 +244,11 @@ class ExpertDirectory:
             if not pins[slot]:
                 self._num_evictable -= 1
             pins[slot] += 1
-            refreshed(key)
+            if not is_guest:
+                if key in guests:
+                    self._settle_guest(key)
+                else:
+                    refreshed(key)
             experts.append(key[1])
             slots.append(slot)
         self.hits += len(experts)
@@ -228,23 +256,21 @@ class ExpertDirectory:
 
     # ---- a fill: reserve, then commit or abort ----
 
-    def reserve(self, key: ExpertKey) -> Reservation | None:
+    def reserve(self, key: ExpertKey, *, is_guest: bool = False) -> Reservation | None:
         """A slot for ``key``: a free one, else that of the first victim that may leave.
 
-        The victim is evicted now. None, and no change, when every slot is FILLING or pinned.
-        DirectoryMisuse if ``key`` already has a slot.
+        The victim is evicted now. None, and no change, when every slot is FILLING or pinned, or if
+        a guest can have none (``can_host``). DirectoryMisuse if ``key`` already has a slot.
         """
         if key in self._resident or key in self._filling:
             raise DirectoryMisuse(f"reserve of {_named(key)}, which already has a slot")
         evicted: ExpertKey | None = None
-        if self._free:
+        if is_guest and not self.can_host:
+            return None
+        if self.num_free:
             slot = self._free.pop()
         elif self._num_evictable:
-            evicted, slot = self._victim_for(key)
-            self._policy.removed(evicted)
-            del self._resident[evicted]
-            self._num_evictable -= 1
-            self.evictions += 1
+            evicted, slot = self._evict_for(key)
         else:
             return None
         generation = self._generations[slot] + 1
@@ -252,7 +278,10 @@ class ExpertDirectory:
         self._states[slot] = _FILLING
         self._keys[slot] = key
         self._filling[key] = slot
-        self._policy.admitted(key)
+        if is_guest:
+            self._guests[key] = None
+        else:
+            self._policy.admitted(key)
         return Reservation(slot, generation, evicted)
 
     def commit(self, slot: SlotId, generation: int) -> bool:
@@ -285,9 +314,32 @@ class ExpertDirectory:
         self._states[slot] = _FREE
         self._keys[slot] = None
         self._free.append(slot)
-        self._policy.removed(key)
+        self._forget(key)
         self.aborts += 1
         return True
+
+    # ---- the limit ----
+
+    def resize(self, limit: int) -> None:
+        """Use at most ``limit`` slots from now on; ``shrink`` then gives up what is beyond it.
+
+        ValueError if it is below 1 or there are not so many slots.
+        """
+        if not 1 <= limit <= self.num_slots:
+            raise ValueError(f"from 1 to {self.num_slots} slots can be used, not {limit}")
+        self.limit = limit
+
+    def shrink(self) -> list[ExpertKey]:
+        """Evict until the limit is kept or nothing more may leave: who left, first to leave first.
+        Their slots are free."""
+        evicted: list[ExpertKey] = []
+        while self.has_excess and self._num_evictable:
+            key, slot = self._evict_for(None)
+            self._states[slot] = _FREE
+            self._keys[slot] = None
+            self._free.append(slot)
+            evicted.append(key)
+        return evicted
 
     # ---- pins ----
 
@@ -332,6 +384,7 @@ class ExpertDirectory:
         self._generations = [generation + 1 for generation in self._generations]
         self._free = self._all_slots_free()
         self._num_evictable = 0
+        self._guests.clear()
         self._policy.cleared()
 
     # ---- the recount ----
@@ -340,48 +393,7 @@ class ExpertDirectory:
         """Recount everything from the slots up, O(num_slots); InvariantBroken says what
         disagrees.
         """
-        resident: dict[ExpertKey, SlotId] = {}
-        filling: dict[ExpertKey, SlotId] = {}
-        free: list[SlotId] = []
-        num_evictable = 0
-        for index in range(self.num_slots):
-            slot = SlotId(index)
-            state, key, pins = self._states[slot], self._keys[slot], self._pins[slot]
-            if pins < 0:
-                raise InvariantBroken(f"slot {slot} has {pins} pins")
-            if state is _FREE:
-                if key is not None or pins:
-                    raise InvariantBroken(f"slot {slot} is free, but pinned or named")
-                free.append(slot)
-                continue
-            if key is None:
-                raise InvariantBroken(f"slot {slot} is {state.value} but names no expert")
-            if key in resident or key in filling:
-                raise InvariantBroken(f"{_named(key)} is in two slots")
-            (resident if state is _RESIDENT else filling)[key] = slot
-            num_evictable += state is _RESIDENT and pins == 0
-        _hold(resident == self._resident, "the resident keys do not match the slots")
-        _hold(filling == self._filling, "the filling keys do not match the slots")
-        _hold(sorted(self._free) == free, "the list of free slots does not match the slots")
-        _hold(
-            num_evictable == self._num_evictable,
-            f"{num_evictable} slots may be evicted, but {self._num_evictable} are counted",
-        )
-        ordered = list(self._policy.victims(None))
-        _hold(len(ordered) == len(set(ordered)), "the policy orders an expert twice")
-        _hold(
-            set(ordered) == resident.keys() | filling.keys(),
-            "the policy orders other experts than those in the slots",
-        )
-        _hold(
-            self.fills - self.evictions - self.lost_residents == len(resident),
-            "fills less evictions and losses are not the resident experts",
-        )
-        num_reserves = self.fills + self.aborts + self.lost_fills + len(filling)
-        _hold(
-            sum(self._generations) == num_reserves + self.clears * self.num_slots,
-            "the generations do not add up to the reservations and clears",
-        )
+        check_directory(self)
 
     # ---- inside ----
 
@@ -406,19 +418,28 @@ class ExpertDirectory:
         del self._filling[key]
         return key
 
-    def _victim_for(self, incoming: ExpertKey) -> tuple[ExpertKey, SlotId]:
-        pins = self._pins
-        for key in self._policy.victims(incoming):
-            slot = self._resident.get(key)
-            if slot is not None and not pins[slot]:
-                return key, slot
-        raise InvariantBroken("the policy names no victim, though a resident expert may leave")
+    def _evict_for(self, incoming: ExpertKey | None) -> tuple[ExpertKey, SlotId]:
+        """Who leaves, and the slot, which is in no state until the caller gives it one."""
+        victim = next(self.evictable(incoming), None)
+        if victim is None:
+            raise InvariantBroken("the policy names no victim, though a resident expert may leave")
+        self._forget(victim)
+        self._num_evictable -= 1
+        self.evictions += 1
+        return victim, self._resident.pop(victim)
+
+    def _forget(self, key: ExpertKey) -> None:
+        """``key`` is placed no longer."""
+        if key in self._guests:
+            del self._guests[key]
+        else:
+            self._policy.removed(key)
+
+    def _settle_guest(self, key: ExpertKey) -> None:
+        """A guest is demanded by one who is none: the policy hears of it."""
+        del self._guests[key]
+        self._policy.admitted(key)
 
 
 def _named(key: ExpertKey) -> str:
     return f"layer {key[0]} expert {key[1]}"
-
-
-def _hold(condition: bool, sentence: str) -> None:
-    if not condition:
-        raise InvariantBroken(sentence)

@@ -26,6 +26,7 @@ from orchestrator.core.directory import ExpertDirectory, InvariantBroken
 from orchestrator.core.events import (
     Publish,
     RequestCounters,
+    Unpublish,
     WorkerFault,
 )
 from orchestrator.core.layer_step import LayerStep, Unanswered, planned
@@ -155,8 +156,10 @@ class ExpertDispatch(ExpertPlacement):
             raise WorkerFault(routed.epoch, f"routed layer {routed.layer} to experts it confuses")
 
         keys = [(routed.layer, expert) for expert in routed.experts]
-        self.directory.layer_step(routed.layer, routed.experts)
-        hits, hit_slots, misses = self.directory.demand(keys)
+        is_guest = flight.is_guest
+        if not is_guest:
+            self.directory.layer_step(routed.layer, routed.experts)
+        hits, hit_slots, misses = self.directory.demand(keys, is_guest=is_guest)
         self._background.rest(self._roster.link_epoch, commands)
         self._is_news = True
         roster, split = self._roster, self._split
@@ -180,8 +183,9 @@ class ExpertDispatch(ExpertPlacement):
             has_link=has_link,
             num_adopted=len(adopted),
             num_in_flight=len(self._background),
+            is_guest=is_guest,
         )
-        if split.needs_last_demand:
+        if split.needs_last_demand and not is_guest:
             self._memory.demanded(keys)
 
         self.work = work = LayerStep(routed, len(hits))
@@ -227,13 +231,14 @@ class ExpertDispatch(ExpertPlacement):
                 raise WorkerFault(
                     passed.epoch, f"ran expert {key[1]} of layer {layer}, which has no slot"
                 )
-        directory.layer_step(layer, passed.experts)
-        for key in keys:
-            if directory.state_of(key) is not None:
-                directory.refresh(key)
+        if not flight.is_guest:
+            directory.layer_step(layer, passed.experts)
+            for key in keys:
+                if directory.state_of(key) is not None:
+                    directory.refresh(key)
+            if self._split.needs_last_demand:
+                self._memory.demanded(keys)
         self._is_news = True
-        if self._split.needs_last_demand:
-            self._memory.demanded(keys)
         if self._report_plans:
             decision = self._split.decide(directory, [], [], None, has_cpu=False, has_link=False)
             commands.append(planned(flight, passed, passed.experts, [], [], decision.split))
@@ -332,6 +337,26 @@ class ExpertDispatch(ExpertPlacement):
             self._fill(self.work, commands)
         return is_news
 
+    # ---- the number of slots ----
+
+    def resize(self, num_slots: int, commands: list[CoreCommand]) -> bool:
+        """Use so many slots from now on. False if there are not so many."""
+        if not 1 <= num_slots <= self.directory.num_slots:
+            return False
+        self.directory.resize(num_slots)
+        if self.work is not None:
+            self._fill(self.work, commands)  # there may be more room now
+        return True
+
+    def shrink(self, commands: list[CoreCommand]) -> None:
+        """Give up slots beyond the limit, as far as they are not in use. Their experts may be read
+        until the gpu_worker rests; what is copied over them waits for that, as any copy does."""
+        for key in self.directory.shrink():
+            commands.append(Unpublish(*key))
+            if self._flight is not None:
+                self._counters.evictions += 1
+                self._background.evicted.add(key)
+
     # ---- workers that come and go ----
 
     def roster_changed(self, commands: list[CoreCommand]) -> None:
@@ -398,5 +423,6 @@ class ExpertDispatch(ExpertPlacement):
             self._running,
             self._background,
             self._is_resting,
+            self._is_guest,
         )
         self._unanswered.check(self._roster)

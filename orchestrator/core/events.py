@@ -151,6 +151,12 @@ class Retired(msgspec.Struct, frozen=True):
     copy: CopyId
 
 
+class ResizeSlots(msgspec.Struct, frozen=True):
+    """Use so many of the slots from now on, from 1 to what there was at the start."""
+
+    num_slots: int
+
+
 CoreEvent = (
     WorkerJoined
     | WorkerLost
@@ -164,6 +170,7 @@ CoreEvent = (
     | Executed
     | Foreseen
     | Retired
+    | ResizeSlots
 )
 
 # --------------------------------------------------------------------------- commands to the shell
@@ -298,7 +305,9 @@ class CoreSnapshot(msgspec.Struct, frozen=True):
     cpu_epochs: list[Epoch]
     num_resident: int
     num_filling: int
+    #: How many slots are to be used, and how many there are.
     num_slots: int
+    max_slots: int
     host_bytes_per_s: float
     link_bytes_per_s: float
     #: The role that work waits for, if any.

@@ -63,11 +63,17 @@ class ExpertPlacement:
         #: Slots that the gpu_worker may still read, by what it was told to run from them.
         self._running: dict[tuple[StepId, LayerId], dict[ExpertId, SlotId]] = {}
 
+    @property
+    def _is_guest(self) -> bool:
+        """Whether the step in flight must not cost others their experts."""
+        return self._flight is not None and self._flight.is_guest
+
     def _adopt(self, work: LayerStep, key: ExpertKey) -> None:
         """A fill in the background turns out to be one that is waited for."""
         copy, reservation = self._background.adopt(key)
         self.directory.pin(reservation.slot)
-        self.directory.refresh(key)
+        if not self._is_guest:
+            self.directory.refresh(key)
         work.copying[copy] = (key[1], reservation)
 
     def _fill(self, work: LayerStep, commands: list[CoreCommand]) -> None:
@@ -77,7 +83,7 @@ class ExpertPlacement:
             return
         num_reserved = 0
         for expert in work.unfilled:
-            reservation = self.directory.reserve((work.layer, expert))
+            reservation = self.directory.reserve((work.layer, expert), is_guest=self._is_guest)
             if reservation is None:
                 break
             num_reserved += 1
@@ -190,5 +196,7 @@ class ExpertPlacement:
         else:
             work.unplaced += stranded
         if landed:
-            _, slots, _ = self.directory.demand([(work.layer, expert) for expert in landed])
+            _, slots, _ = self.directory.demand(
+                [(work.layer, expert) for expert in landed], is_guest=self._is_guest
+            )
             self._run(work, landed, slots, commands)

@@ -24,9 +24,11 @@ def recount(
     running: Mapping[tuple[StepId, LayerId], Mapping[ExpertId, SlotId]],
     background: BackgroundFills,
     is_at_rest: bool,
+    is_guest: bool,
 ) -> None:
     """Hold the directory against the layer-step in progress, the slots still read and the fills
     in the background, O(slots). `is_at_rest`: the gpu_worker uses nothing it looked up by itself.
+    `is_guest`: the step in flight is a guest's.
 
     Raises:
         InvariantBroken: what disagrees, or that nothing would ever happen again.
@@ -55,7 +57,8 @@ def recount(
         work.check(roster)
         if work.unfilled:
             # Deadlock: every slot that a fill could take must be held by something that ends.
-            hold(directory.num_reservable == 0, "a fill waits though a slot can be reserved")
+            can_reserve = directory.can_host if is_guest else directory.num_reservable > 0
+            hold(not can_reserve, "a fill waits though a slot can be reserved")
             is_going_on = bool(work.copying or running or background.copying)
             hold(is_going_on, "fills wait, but nothing is in flight")
     hold(directory.num_filling == num_filling, "a slot waits for a copy that nobody makes")

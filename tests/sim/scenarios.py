@@ -28,7 +28,7 @@ def scenario(number: int) -> Scenario:
     total = num_layers * num_experts
     num_slots = {"one": 1, "top_k": top_k, "quarter": max(total // 4, 1), "all": total}[slots]
     max_rows = rng.choice((1, 3, 8))
-    num_requests = rng.randint(1, 4)
+    num_requests = rng.randint(1, 5)
     prompts = tuple(
         (1000 + index, *(rng.randrange(40) for _ in range(rng.choice((0, 2, 5, 11)))))
         for index in range(num_requests)
@@ -66,7 +66,7 @@ def scenario(number: int) -> Scenario:
         execute_ns=rng.choice((10, 100, 1000)),
         message_ns=rng.choice((10, 10, 200)),
         prompts=prompts,
-        max_tokens=tuple(rng.choice((1, 3, 7)) for _ in range(num_requests)),
+        max_tokens=tuple(rng.choice((1, 4, 12)) for _ in range(num_requests)),
         withdrawals={
             index: rng.randrange(8000) for index in range(num_requests) if rng.random() < 0.2
         },
@@ -75,6 +75,10 @@ def scenario(number: int) -> Scenario:
         num_reports=rng.choice((1, 2, 64)),
         has_barrier=rng.random() < 0.8,
         foreseen_every=rng.choice((0, 0, 40, 200)),
+        resizes=tuple(
+            (rng.randrange(12_000), rng.randint(1, num_slots))
+            for _ in range(rng.choice((0, 0, 1, 4)))
+        ),
     )
 
 

@@ -14,7 +14,7 @@ from orchestrator.core.core import Core
 from orchestrator.core.directory import ExpertDirectory
 from orchestrator.core.dispatch import ExpertDispatch
 from orchestrator.core.layer_step import Unanswered
-from orchestrator.core.scheduler import Scheduler
+from orchestrator.core.scheduler import Flight, Scheduler
 from orchestrator.core.workers import Roster
 from tests.sim.scenarios import scenario
 from tests.sim.world import Simulation
@@ -85,6 +85,67 @@ def never_leaves(real: Any) -> Callable[..., None]:
     return lose
 
 
+def starts_with(change: Callable[[Any], None]) -> Callable[[Any], Callable[..., Any]]:
+    def broken(real: Any) -> Callable[..., Any]:
+        def start_next(self: Any, gpu_epoch: Any, commands: Any) -> Any:
+            change(self)
+            return real(self, gpu_epoch, commands)
+
+        return start_next
+
+    return broken
+
+
+def prompts_first(scheduler: Any) -> None:
+    scheduler._is_chunk_next = True
+
+
+def streams_first(scheduler: Any) -> None:
+    scheduler._is_chunk_next = False
+
+
+def newest_first(scheduler: Any) -> None:
+    scheduler._active.sort(key=lambda live: -live.sequence)
+    scheduler._had_turn.clear()
+
+
+def is_no_guest(real: Any) -> property:
+    return property(lambda self: False, lambda self, value: None)
+
+
+def gives_up_nothing(real: Any) -> Callable[..., list[Any]]:
+    return lambda self: []
+
+
+def hosts_anybody(real: Any) -> property:
+    return property(lambda self: self.num_slots)
+
+
+def hears_the_first(real: Any) -> Callable[..., None]:
+    def step_done(self: Any, event: Any, commands: Any) -> None:
+        others = self.flight.parts[1:]
+        real(self, event, commands)
+        for part in others:  # their tokens are lost on the way
+            if part.wants_token and commands and len(part.live.tokens) > part.live.num_prompt:
+                part.live.tokens.pop()
+                part.live.num_cached = min(part.live.num_cached, len(part.live.tokens) - 1)
+
+    return step_done
+
+
+def first_pays(real: Any) -> Callable[..., None]:
+    def end_flight(self: Any) -> None:
+        if self._flight is not None:
+            del self._flight.parts[1:]
+        real(self)
+
+    return end_flight
+
+
+def goes_on(real: Any) -> Callable[..., bool]:
+    return lambda self, event, epoch, commands: True
+
+
 FAULTS: list[tuple[type, str, Callable[[Any], Any]]] = [
     (ExpertDirectory, "pin", pins_nothing),
     (ExpertDirectory, "clear", does_nothing),
@@ -98,13 +159,25 @@ FAULTS: list[tuple[type, str, Callable[[Any], Any]]] = [
     (Scheduler, "gpu_lost", forgets_a_token),
     (Scheduler, "gpu_lost", keeps_the_caches),
     (Roster, "lose", never_leaves),
+    (Scheduler, "start_next", starts_with(prompts_first)),
+    (Scheduler, "start_next", starts_with(streams_first)),
+    (Scheduler, "start_next", starts_with(newest_first)),
+    (Scheduler, "step_done", hears_the_first),
+    (Scheduler, "withdraw", goes_on),
+    (Flight, "is_guest", is_no_guest),
+    (ExpertDirectory, "max_guests", hosts_anybody),
+    (ExpertDirectory, "shrink", gives_up_nothing),
+    (ExpertDispatch, "_end_flight", first_pays),
 ]
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     FAULTS,
-    ids=[f"{owner.__name__}.{name}-{broken.__name__}" for owner, name, broken in FAULTS],
+    ids=[
+        f"{index}-{owner.__name__}.{name}-{broken.__name__}"
+        for index, (owner, name, broken) in enumerate(FAULTS)
+    ],
 )
 def test_a_broken_core_is_caught(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Callable[[Any], Any]

@@ -17,6 +17,7 @@ from orchestrator.core.events import (
     Planned,
     Publish,
     RequestDone,
+    ResizeSlots,
     Retire,
     Stalled,
     Submit,
@@ -80,6 +81,10 @@ class Onlooker:
         self._is_chunk = False
         #: How many steps in a row each active request had no part in.
         self._passed_over: Counter[str] = Counter()
+        #: A chunk while others decode, and what was copied for such steps alone.
+        self._is_guest = False
+        self._guests: set[tuple[int, int]] = set()
+        self.num_guest_steps = self.num_joint_steps = 0
         self._last_step = 0
         self._layers_joined = 0
         #: Where each expert of the layer-step in progress is: "miss" or how it was placed.
@@ -103,6 +108,9 @@ class Onlooker:
         self.totals: Counter[str] = Counter()
         #: Layer-steps whose experts were not all placed at once: for want of a slot or a branch.
         self.num_waits = 0
+        #: Slots that may be used, and how many were given up because they were too many.
+        self._limit = config.num_slots
+        self.num_given_up = 0
         #: Copies of experts that the CPU runs.
         self.num_behind = 0
 
@@ -120,6 +128,7 @@ class Onlooker:
         if isinstance(event, Routed):
             self._check_decision(event, commands)
         self._check_stall(commands)
+        self._check_limit()
 
     # ---- events ----
 
@@ -135,6 +144,7 @@ class Onlooker:
                 self.books[event.request].is_withdrawn = True
             case Routed():
                 _require(self._is_current(event), "a live gpu_worker routed out of turn")
+                self._demanded(event)
                 coming = [*self.retiring.values(), *self._foreseen.values()]
                 self._parts = {
                     expert: "arriving" if (event.layer, expert) in coming else "miss"
@@ -167,6 +177,8 @@ class Onlooker:
                 _require(self._step is not None, "a step is done that nobody started")
                 self._step = None
                 self._evicted.clear()
+            case ResizeSlots():
+                self._limit = event.num_slots
             case Submit():
                 self._live[event.request] = None
                 self.books[event.request].num_prompt = len(event.prompt_tokens)
@@ -178,6 +190,7 @@ class Onlooker:
             self._step = None
             self._parts, self._executing, self._copying = {}, {}, {}
             self._slots, self._reads, self._unran = {}, Counter(), {}
+            self._guests = set()
             for books in self.books.values():
                 books.num_cached = 0
             self.retiring, self._foreseen, self._evicted = {}, {}, set()
@@ -273,6 +286,9 @@ class Onlooker:
                 f"{self._owners} decode, of {decoding}",
             )
         self._is_chunk = is_chunk
+        self._is_guest = is_chunk and bool(decoding)
+        self.num_guest_steps += self._is_guest
+        self.num_joint_steps += len(command.parts) > 1
         for part, name in zip(command.parts, self._owners, strict=True):
             self.books[name].num_cached = part.start + len(part.tokens)
         for name in active:
@@ -313,6 +329,8 @@ class Onlooker:
         self._copying[command.copy] = command
         if is_demanded:
             self._parts[command.expert] = "copying"
+            if self._is_guest:
+                self._guests.add(key)
 
     def _begins_in_background(self, command: Copy) -> bool:
         """Whether this fill was foreseen; it is then on its way for whoever will want it."""
@@ -342,18 +360,38 @@ class Onlooker:
         slot = next((slot for slot, other in self._slots.items() if other == key), None)
         _require(slot is not None, f"{key} is unpublished, but was not there")
         assert slot is not None
-        _require(isinstance(follower, (Copy, Retire)), f"{key} leaves for nothing")
-        assert isinstance(follower, (Copy, Retire))
-        _require(follower.slot == slot, f"{key} leaves slot {slot} for {follower}")
+        is_given_up = not isinstance(follower, (Copy, Retire)) or follower.slot != slot
+        if is_given_up:
+            _require(self._num_used() > self._limit, f"{key} leaves for nothing")
+            self.num_given_up += 1
+        elif self._is_guest and not isinstance(event, Foreseen):
+            most = max(1, min(8, self._limit // 32))
+            is_fair = key in self._guests or len(self._guests) < most
+            _require(is_fair, f"{key} has to leave for a prompt, which has {self._guests}")
+        self._guests.discard(key)
         del self._slots[slot]
-        if isinstance(event, Foreseen):
+        if isinstance(event, Foreseen) or is_given_up:
             self._evicted.add(key)
         if self._step is not None:
             self._cost("evictions", 1)
 
+    def _demanded(self, event: Routed | Passed) -> None:
+        if not self._is_guest:
+            self._guests -= {(event.layer, expert) for expert in event.experts}
+
+    def _num_used(self) -> int:
+        return len(self._slots) + len(self._copying) + len(self.retiring)
+
+    def _check_limit(self) -> None:
+        """Beyond the limit there is only what may still be read, or is on its way."""
+        idle = [slot for slot in self._slots if not self._reads[slot]]
+        is_kept = self._num_used() <= self._limit or not idle
+        _require(is_kept, f"{self._num_used()} of {self._limit} slots are used, {idle} for nothing")
+
     def _passed(self, event: Passed) -> None:
         """A whole layer-step at once, all hits."""
         _require(self._is_current(event), "a layer is passed out of turn")
+        self._demanded(event)
         _require(not self._parts, "a layer is passed within another")
         for expert in event.experts:
             key = (event.layer, expert)

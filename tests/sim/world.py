@@ -21,6 +21,7 @@ from orchestrator.core.events import (
     CoreConfig,
     Foreseen,
     Passed,
+    ResizeSlots,
     Retired,
     Submit,
     Withdraw,
@@ -93,6 +94,8 @@ class Scenario:
     has_barrier: bool = True
     #: Mean ns between two experts foreseen by somebody; 0: nobody foresees any.
     foreseen_every: int = 0
+    #: When somebody says how many slots to use.
+    resizes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -116,6 +119,9 @@ class Story:
     num_deaths: int = 0
     num_stale: int = 0
     num_waits: int = 0
+    num_given_up: int = 0
+    num_guest_steps: int = 0
+    num_joint_steps: int = 0
     num_layer_steps: int = 0
     num_passed: int = 0
     num_retired: int = 0
@@ -203,6 +209,9 @@ class Simulation:
                 self.after(leaves, lambda withdraw=withdraw: self._tell(withdraw))  # type: ignore[misc]
         if self.scenario.foreseen_every:
             self.after(self.scenario.foreseen_every, self._foresee)
+        for at, num_slots in self.scenario.resizes:
+            resize = ResizeSlots(num_slots)
+            self.after(at, lambda resize=resize: self._tell(resize))  # type: ignore[misc]
         for at, roles in self.scenario.crashes:
             self.after(at, lambda roles=roles: self._crash(roles))  # type: ignore[misc]
         num_events = 0
@@ -222,6 +231,9 @@ class Simulation:
         if any(getattr(totals, name) != seen for name, seen in self.onlooker.totals.items()):
             raise Violation(f"all steps cost {self.onlooker.totals}, counted are {totals}")
         self.story.num_waits = self.onlooker.num_waits
+        self.story.num_given_up = self.onlooker.num_given_up
+        self.story.num_guest_steps = self.onlooker.num_guest_steps
+        self.story.num_joint_steps = self.onlooker.num_joint_steps
         self.story.num_behind = self.onlooker.num_behind
         self.story.num_full = sum(reader.num_full for reader in self._readers)
         return self.story

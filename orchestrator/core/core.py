@@ -28,7 +28,7 @@ from orchestrator.core.events import (
     Foreseen,
     Passed,
     ResetTable,
-    ResizeSlots,
+    Resize,
     Retired,
     Stalled,
     Submit,
@@ -110,7 +110,7 @@ class Core:
                 return self._foreseen(event)
             case Retired():
                 return self._retired(event)
-            case ResizeSlots():
+            case Resize():
                 return self._resize(event)
             case _:
                 assert_never(event)
@@ -137,7 +137,7 @@ class Core:
         commands: list[CoreCommand] = []
         return commands if self._dispatch.retired(event, commands) else self._ignored()
 
-    def _resize(self, event: ResizeSlots) -> list[CoreCommand]:
+    def _resize(self, event: Resize) -> list[CoreCommand]:
         commands: list[CoreCommand] = []
         if not self._dispatch.resize(event.num_slots, commands):
             return self._ignored()

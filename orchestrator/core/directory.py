@@ -320,14 +320,15 @@ class ExpertDirectory:
 
     # ---- the limit ----
 
-    def resize(self, limit: int) -> None:
-        """Use at most ``limit`` slots from now on; ``shrink`` then gives up what is beyond it.
+    def resize(self, limit: int) -> list[ExpertKey]:
+        """Use at most ``limit`` slots from now on: who had to leave at once, as by ``shrink``.
 
         ValueError if it is below 1 or there are not so many slots.
         """
         if not 1 <= limit <= self.num_slots:
             raise ValueError(f"from 1 to {self.num_slots} slots can be used, not {limit}")
         self.limit = limit
+        return self.shrink()
 
     def shrink(self) -> list[ExpertKey]:
         """Evict until the limit is kept or nothing more may leave: who left, first to leave first.

@@ -343,15 +343,19 @@ class ExpertDispatch(ExpertPlacement):
         """Use so many slots from now on. False if there are not so many."""
         if not 1 <= num_slots <= self.directory.num_slots:
             return False
-        self.directory.resize(num_slots)
+        self._gave_up(self.directory.resize(num_slots), commands)
         if self.work is not None:
             self._fill(self.work, commands)  # there may be more room now
         return True
 
     def shrink(self, commands: list[CoreCommand]) -> None:
-        """Give up slots beyond the limit, as far as they are not in use. Their experts may be read
-        until the gpu_worker rests; what is copied over them waits for that, as any copy does."""
-        for key in self.directory.shrink():
+        """Give up slots beyond the limit, as far as they are not in use."""
+        self._gave_up(self.directory.shrink(), commands)
+
+    def _gave_up(self, evicted: list[ExpertKey], commands: list[CoreCommand]) -> None:
+        """These have no slot any more. They may be read until the gpu_worker rests, and what is
+        copied into their slots waits for that, as any copy does."""
+        for key in evicted:
             commands.append(Unpublish(*key))
             if self._flight is not None:
                 self._counters.evictions += 1

@@ -151,7 +151,7 @@ class Retired(msgspec.Struct, frozen=True):
     copy: CopyId
 
 
-class ResizeSlots(msgspec.Struct, frozen=True):
+class Resize(msgspec.Struct, frozen=True):
     """Use so many of the slots from now on, from 1 to what there was at the start."""
 
     num_slots: int
@@ -170,7 +170,7 @@ CoreEvent = (
     | Executed
     | Foreseen
     | Retired
-    | ResizeSlots
+    | Resize
 )
 
 # --------------------------------------------------------------------------- commands to the shell

@@ -17,7 +17,7 @@ from orchestrator.core.events import (
     Planned,
     Publish,
     RequestDone,
-    ResizeSlots,
+    Resize,
     Retire,
     Stalled,
     Submit,
@@ -177,7 +177,7 @@ class Onlooker:
                 _require(self._step is not None, "a step is done that nobody started")
                 self._step = None
                 self._evicted.clear()
-            case ResizeSlots():
+            case Resize():
                 self._limit = event.num_slots
             case Submit():
                 self._live[event.request] = None

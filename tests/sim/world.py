@@ -21,7 +21,7 @@ from orchestrator.core.events import (
     CoreConfig,
     Foreseen,
     Passed,
-    ResizeSlots,
+    Resize,
     Retired,
     Submit,
     Withdraw,
@@ -210,7 +210,7 @@ class Simulation:
         if self.scenario.foreseen_every:
             self.after(self.scenario.foreseen_every, self._foresee)
         for at, num_slots in self.scenario.resizes:
-            resize = ResizeSlots(num_slots)
+            resize = Resize(num_slots)
             self.after(at, lambda resize=resize: self._tell(resize))  # type: ignore[misc]
         for at, roles in self.scenario.crashes:
             self.after(at, lambda roles=roles: self._crash(roles))  # type: ignore[misc]

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.core.core import Core
 from orchestrator.core.directory import ExpertDirectory
-from orchestrator.core.events import ResizeSlots
+from orchestrator.core.events import Resize
 from orchestrator.core.policies import Lru
 from tests.core.test_core_step import CONFIG, copied, ran, routed, started, step_done, submit
 from tests.core.test_guests import filled, key
@@ -15,9 +15,7 @@ from tests.core.test_guests import filled, key
 def test_a_smaller_limit_evicts_the_least_recent_and_a_larger_one_gives_room() -> None:
     directory = ExpertDirectory(4, Lru())
     filled(directory, 0, 1, 2, 3)
-    directory.resize(2)
-    assert directory.has_excess
-    assert directory.shrink() == [key(0, 0), key(0, 1)]
+    assert directory.resize(2) == [key(0, 0), key(0, 1)]
     directory.check()
     assert not directory.has_excess
     assert (directory.num_free, directory.num_reservable) == (0, 2)
@@ -34,8 +32,8 @@ def test_what_is_pinned_or_filling_stays_until_it_is_not() -> None:
     reservation = directory.reserve(key(0, 1))
     assert reservation is not None
     filled(directory, 2)
-    directory.resize(1)
-    assert directory.shrink() == [key(0, 2)]
+    assert directory.resize(1) == [key(0, 2)]
+    assert directory.has_excess
     assert directory.commit(reservation.slot, reservation.generation)
     assert directory.shrink() == [key(0, 1)]
     directory.unpin(slots[0])
@@ -50,7 +48,7 @@ def test_a_limit_beyond_the_slots_is_refused(limit: int) -> None:
     with pytest.raises(ValueError, match="from 1 to 4 slots"):
         directory.resize(limit)
     core = Core(CONFIG)
-    assert core.handle(ResizeSlots(limit)) == []
+    assert core.handle(Resize(limit)) == []
     assert core.snapshot().num_slots == 4
     assert core.snapshot().num_ignored_events == 1
 
@@ -65,11 +63,11 @@ def test_a_running_pipeline_gives_slots_up_as_they_are_read_no_more() -> None:
         core.handle(step_done(step, 7))
     assert core.snapshot().num_resident == 2
     core.handle(routed(3, 0, 5))
-    core.handle(ResizeSlots(1))
+    core.handle(Resize(1))
     core.check()
     assert (core.snapshot().num_resident, core.snapshot().num_slots) == (1, 1)
     core.handle(ran(3, 0, 5))
     core.handle(step_done(3, 7))
     core.check()
-    core.handle(ResizeSlots(4))
+    core.handle(Resize(4))
     assert (core.snapshot().num_slots, core.snapshot().max_slots) == (4, 4)

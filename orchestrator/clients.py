@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from orchestrator.core.events import PromptRead, TokenOut
 from protocol.messages import Generate, Rejected
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from orchestrator.core.events import RequestDone, Submit, TokenOut
+    from orchestrator.core.events import RequestDone, Submit
     from orchestrator.requests import RequestBook
     from orchestrator.stage_times import StageTimes
     from protocol.messages import ClientReply, Message, RequestId, Status
@@ -73,10 +74,15 @@ class Clients:
         """The core's id of a client's request."""
         return None if self._book is None else self._book.find(client, name)
 
-    def token(self, out: TokenOut) -> bool:
-        """Pass a token on; False when nobody is there to take it."""
-        answer = None if self._book is None else self._book.token(out)
-        return answer is None or self.send(*answer)
+    def token(self, out: TokenOut | PromptRead) -> bool:
+        """Pass a token on, or the sign of life that a long prompt gives; False when nobody is
+        there to take it. A client in here says itself that it has gone."""
+        if self._book is None:
+            return True
+        answer = self._book.token(out) if isinstance(out, TokenOut) else self._book.no_token(out)
+        if answer is None or (isinstance(out, PromptRead) and not isinstance(answer[0], bytes)):
+            return True
+        return self.send(*answer)
 
     def done(self, done: RequestDone, times: StageTimes) -> None:
         """Pass the end of a request on."""

@@ -32,6 +32,7 @@ from orchestrator.core.events import (
     CoreSnapshot,
     Drifted,
     Planned,
+    PromptRead,
     RequestDone,
     Stalled,
     TokenOut,
@@ -315,7 +316,7 @@ class Engine:
             match command:
                 case Planned():
                     log.debug("%s", command)
-                case TokenOut():
+                case TokenOut() | PromptRead():
                     if not self._clients.token(command):
                         self._events.append(Withdraw(command.request))
                 case RequestDone():

@@ -11,7 +11,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from orchestrator.core.events import RequestCounters, RequestDone, Submit, TokenOut
+from orchestrator.core.events import PromptRead, RequestCounters, RequestDone, Submit, TokenOut
 from orchestrator.latency_log import WHOLE
 from orchestrator.stage_times import StageTimes
 from orchestrator.text_model import Detokenizer, TextModel
@@ -126,6 +126,11 @@ class RequestBook:
         opened.pieces.append(text)
         logprobs = [] if out.logprobs is None else [out.logprobs]
         return opened.client, Generated(opened.name, [out.token], text, logprobs)
+
+    def no_token(self, out: PromptRead) -> tuple[Client, Generated] | None:
+        """Nothing new yet: a message that says so."""
+        opened = self._open.get(out.request)
+        return None if opened is None else (opened.client, Generated(opened.name, [], ""))
 
     def done(
         self, done: RequestDone, times: StageTimes, num_restarts: int, sentence: str = ""

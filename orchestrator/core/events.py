@@ -208,6 +208,14 @@ class TokenOut(msgspec.Struct, frozen=True):
     logprobs: TokenLogprobs | None = None
 
 
+class PromptRead(msgspec.Struct, frozen=True):
+    """A part of a request's prompt is through the model, and no token is there yet: the moment to
+    see whether anybody still waits for one."""
+
+    request: RequestId
+    num_read: int
+
+
 class RequestDone(msgspec.Struct, frozen=True):
     """No more tokens of this request."""
 
@@ -327,6 +335,7 @@ CoreCommand = (
     | DetachArena
     | Execute
     | TokenOut
+    | PromptRead
     | RequestDone
     | Planned
     | Publish

@@ -28,7 +28,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from orchestrator.core.directory import InvariantBroken
-from orchestrator.core.events import RequestCounters, RequestDone, TokenOut, WorkerFault
+from orchestrator.core.events import (
+    PromptRead,
+    RequestCounters,
+    RequestDone,
+    TokenOut,
+    WorkerFault,
+)
 from protocol.messages import DropSequence, SequenceId, StartStep, StepId, StepPart
 
 if TYPE_CHECKING:
@@ -242,7 +248,8 @@ class Scheduler:
             if live.is_withdrawn:
                 self._finish(live, "cancelled", event.epoch, commands)
             elif not part.wants_token or sampled is None:
-                pass
+                if not live.num_generated:
+                    commands.append(PromptRead(live.submit.request, live.num_cached))
             elif sampled.token in live.submit.eos_tokens:
                 self._finish(live, "stop", event.epoch, commands)
             else:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from orchestrator.core.events import PromptRead, TokenOut
+from orchestrator.grammars import Grammars
 from protocol.messages import Generate, Rejected
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from orchestrator.core.events import RequestDone, Submit
+    from orchestrator.grammars import Matcher
     from orchestrator.requests import RequestBook
     from orchestrator.stage_times import StageTimes
     from protocol.messages import ClientReply, Message, RequestId, Status
@@ -40,14 +42,11 @@ class Clients:
         self._send = send
         self._num_restarts = num_restarts
         self._book: RequestBook | None = None
+        self.grammars = Grammars()
 
     def open(self, book: RequestBook) -> None:
         """The model is loaded: requests are welcome."""
         self._book = book
-
-    @property
-    def num_open(self) -> int:
-        return 0 if self._book is None else self._book.num_open
 
     def send(self, client: Client, reply: ClientReply) -> bool:
         """False when the client is gone."""
@@ -56,7 +55,9 @@ class Clients:
         client.hear(reply)
         return True
 
-    def accept(self, client: Client, generate: Generate) -> Submit | None:
+    def accept(
+        self, client: Client, generate: Generate, matcher: Matcher | None = None
+    ) -> Submit | None:
         """Check a request and tell its client; what the core is to be told if it is accepted."""
         if self._book is None:
             sentence = "The model is still loading; try again."
@@ -67,6 +68,8 @@ class Clients:
             self.send(client, answer)
             return None
         reply, submit = answer
+        if matcher is not None:
+            self.grammars.attach(submit.request, matcher)
         self.send(client, reply)
         return submit
 
@@ -86,6 +89,7 @@ class Clients:
 
     def done(self, done: RequestDone, times: StageTimes) -> None:
         """Pass the end of a request on."""
+        self.grammars.detach(done.request)
         if self._book is not None:
             for answer in self._book.done(done, times, self._num_restarts()):
                 self.send(*answer)

@@ -78,6 +78,7 @@ from protocol.run_dir import LockedRunDir
 
 if TYPE_CHECKING:
     from expert_store.layout import StoreLayout
+    from orchestrator.grammars import Matcher
 
 log = logging.getLogger("headrace")
 
@@ -300,7 +301,10 @@ class Engine:
             return
         # Workers are told first: what is kept account of below costs them no time.
         now_ns = time.monotonic_ns()
+        grammars = self._clients.grammars
         for command in commands:
+            if grammars:
+                command = grammars.see(command, self._core.request_of)
             if isinstance(command, ADDRESSED):
                 self._hub.command(command)
             elif isinstance(command, TABLE_COMMANDS):
@@ -336,14 +340,14 @@ class Engine:
 
     # ---------------------------------------------------------------- clients
 
-    def ask(self, client: Client, message: ClientRequest) -> None:
+    def ask(self, client: Client, message: ClientRequest, matcher: Matcher | None = None) -> None:
         """Do what a client asks for, inside this process or beyond the socket. What it hears, now
-        and later, goes to it alone."""
+        and later, goes to it alone. `matcher`: the grammar that a Generate is held to."""
         match message:
             case GetStatus():
                 self._clients.send(client, self.status())
             case Generate():
-                submit = self._clients.accept(client, message)
+                submit = self._clients.accept(client, message, matcher)
                 if submit is not None:
                     self._fold.begin_request(submit.request)
                     self._deliver(submit)
@@ -351,11 +355,6 @@ class Engine:
                 request = self._clients.find(client, message.request)
                 if request is not None:
                     self._deliver(Withdraw(request))
-
-    @property
-    def num_open(self) -> int:
-        """Requests that are not over."""
-        return self._clients.num_open
 
     def snapshot(self) -> CoreSnapshot | None:
         """What the core sees now; None while loading."""

@@ -67,10 +67,6 @@ class RequestBook:
         self._open: dict[RequestId, OpenRequest] = {}
         self._next = 1
 
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
-
     def accept(
         self, client: Client, generate: Generate, num_restarts: int
     ) -> tuple[Accepted, Submit] | Rejected:

@@ -50,7 +50,7 @@ from protocol.messages import (
 
 if TYPE_CHECKING:
     from orchestrator.core.events import CoreCommand, CoreConfig, CoreEvent
-    from protocol.messages import Role
+    from protocol.messages import RequestId, Role, SequenceId
 
 
 class Core:
@@ -75,6 +75,10 @@ class Core:
     def is_idle(self) -> bool:
         """Whether no request is waiting or active."""
         return self._scheduler.is_idle
+
+    def request_of(self, sequence: SequenceId) -> RequestId | None:
+        """Whose sequence this is; None if it is over. Changes nothing."""
+        return self._scheduler.request_of(sequence)
 
     def handle(self, event: CoreEvent) -> list[CoreCommand]:
         """What is to be done now that `event` has happened, in this order."""

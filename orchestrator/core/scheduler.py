@@ -150,6 +150,13 @@ class Scheduler:
     def num_active(self) -> int:
         return len(self._active)
 
+    def request_of(self, sequence: SequenceId) -> RequestId | None:
+        """Whose sequence this is; None if it is over."""
+        for request, live in self._live.items():
+            if live.sequence == sequence:
+                return request
+        return None
+
     @property
     def is_idle(self) -> bool:
         return not self._live

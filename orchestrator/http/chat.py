@@ -6,6 +6,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.http.constraints import grammar_of_choice
 from orchestrator.http.errors import bad_request, unsupported
 from orchestrator.http.preparing import (
     answer_request,
@@ -59,6 +60,7 @@ async def chat_completions(state: ServerState, request: Request, body: ChatReque
             loaded.text_model, state.model_name, generation, body, tools, state.tool_form
         ),
         "messages",
+        grammar_of_choice(body, tools, state.tool_form) if tools and state.tool_form else None,
     )
 
 
@@ -81,8 +83,6 @@ def _tools(state: ServerState, body: ChatRequest) -> list[Tool] | None:
         return None
     if state.template is None or not state.template.knows_tools or state.tool_form is None:
         raise unsupported("tools", "the chat template of this model knows none")
-    if choice == "required" or isinstance(choice, NamedTool):
-        raise unsupported("tool_choice", "only none and auto are")
     return body.tools
 
 

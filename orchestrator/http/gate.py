@@ -62,7 +62,7 @@ class Gate:
             raise ApiError(
                 503, "The server is draining and takes no new requests.", code="draining"
             )
-        limit = getattr(self.loaded().settings, "max_num_seqs", 1) + self._settings.max_queue
+        limit = self.loaded().settings.max_num_seqs + self._settings.max_queue
         if self.num_open + num_choices > limit:
             raise ApiError(
                 429,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from orchestrator.engine import Engine
+    from orchestrator.grammars import Matcher
     from orchestrator.http.metrics import ServerMetrics
     from orchestrator.http.stop_strings import StopFinder
     from protocol.messages import ClientReply, SamplingParams, TokenLogprobs
@@ -83,6 +84,7 @@ class Choice:
     sampling: SamplingParams
     ignore_eos: bool
     stops: StopFinder
+    matcher: Matcher | None = None
     name: RequestId = field(default_factory=lambda: RequestId(uuid.uuid4().hex))
     num_tokens: int = 0
     finish_reason: str | None = None
@@ -147,6 +149,7 @@ class Generation:
                     choice.ignore_eos,
                     choice.sampling,
                 ),
+                choice.matcher,
             )
             choice.is_open = True
         # Accepted or not is said at once, so this takes no time.

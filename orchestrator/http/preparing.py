@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from orchestrator.http.answering import EventStream, whole_answer
+from orchestrator.http.constraints import grammar_of_format
 from orchestrator.http.errors import bad_request, unsupported
 from orchestrator.http.generation import Choice, Generation
 from orchestrator.http.sampling import for_choice, sampling_of
@@ -93,6 +94,7 @@ async def answer_request(
     num_logprobs: int | None,
     answer: Callable[[Generation], Answer],
     prompt_param: str,
+    tool_grammar: str | None = None,
 ) -> Response:
     """Make n choices of each prompt and answer as the body wishes.
 
@@ -109,6 +111,13 @@ async def answer_request(
         )
     model = loaded.text_model
     sampling = sampling_of(body, state.sampling_defaults, num_logprobs, model.vocab_size)
+    grammar, grammar_param = grammar_of_format(body.response_format), "response_format"
+    if tool_grammar is not None:
+        if grammar is not None:
+            raise unsupported("response_format", "with a tool_choice that asks for a call")
+        grammar, grammar_param = tool_grammar, "tools"
+    if grammar is not None and body.ignore_eos:
+        raise unsupported("ignore_eos", "a text of a given form ends where the form does")
     choices: list[Choice] = []
     for tokens in prompts:
         num_tokens = num_tokens_for(state, len(tokens), max_tokens, prompt_param)
@@ -124,6 +133,9 @@ async def answer_request(
                     for_choice(sampling, index),
                     body.ignore_eos,
                     StopFinder(body.stops()),
+                    None
+                    if grammar is None
+                    else await state.constraints.compile(grammar, model, grammar_param),
                 )
             )
     state.gate.enter(len(choices))

@@ -18,6 +18,7 @@ import uvicorn
 
 from orchestrator.http.app import make_app
 from orchestrator.http.chat_template import ChatTemplate
+from orchestrator.http.constraints import Constraints
 from orchestrator.http.gate import Gate
 from orchestrator.http.metrics import ServerMetrics
 from orchestrator.http.sampling import sampling_defaults
@@ -60,6 +61,7 @@ class ServerState:
             parser_for(template.source) if template is not None and template.knows_tools else None
         )
         self.sampling_defaults = sampling_defaults(model_dir)
+        self.constraints = Constraints()
         self.gate = Gate(engine, settings)
         self.metrics = ServerMetrics(model_name)
         self.window = StatsWindow(engine, self.metrics)

@@ -45,7 +45,7 @@ def json_schema(schema: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("temperature", [0, 1.5])
 def test_json_of_a_schema(server: Server, temperature: float) -> None:
     made = server.chat(
-        n=3, max_tokens=60, temperature=temperature, seed=4, response_format=json_schema(SCHEMA)
+        n=3, max_tokens=250, temperature=temperature, seed=4, response_format=json_schema(SCHEMA)
     )
     for choice in made["choices"]:
         assert choice["finish_reason"] == "stop"

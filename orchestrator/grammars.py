@@ -70,4 +70,7 @@ class Grammars:
         matcher = None if request is None else self._matchers.get(request)
         if matcher is None:
             return part
-        return msgspec.structs.replace(part, allowed_tokens=matcher.compute_bitmask())
+        # A mask that allows nothing, as of a grammar that is over in a vocabulary without an end
+        # token, could not be sampled from at all.
+        mask = matcher.compute_bitmask()
+        return msgspec.structs.replace(part, allowed_tokens=mask) if mask.strip(b"\0") else part

@@ -217,10 +217,11 @@ def why_not_sampled(sampling: SamplingParams) -> str | None:
     for name in ("presence_penalty", "frequency_penalty"):
         if not -2 <= (penalty := getattr(sampling, name)) <= 2:
             return f"{name} is {penalty}; it must be from -2 to 2 (0: off)."
-    if not 0 < sampling.repetition_penalty <= 10:
+    # Logits are divided by it: a tiny one would make infinities of them.
+    if not 0.01 <= sampling.repetition_penalty <= 10:
         return (
-            f"repetition_penalty is {sampling.repetition_penalty}; it must be above 0 and at most "
-            "10 (1: off)."
+            f"repetition_penalty is {sampling.repetition_penalty}; it must be from 0.01 to 10 "
+            "(1: off)."
         )
     if len(sampling.logit_bias) > MAX_BIASES:
         return f"logit_bias names {len(sampling.logit_bias)} tokens; {MAX_BIASES} is the limit."

@@ -54,5 +54,7 @@ def test_no_answer_is_a_fault(server: Server, method: str, path: str) -> None:
         if answer.status_code >= 400:
             assert answer.json()["error"]["message"]
 
+    restarts = server.stats()["restarts"]
     ask()
     assert statuses
+    assert server.stats()["restarts"] == restarts  # nothing that was asked killed a worker

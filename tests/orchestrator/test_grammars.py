@@ -33,6 +33,19 @@ class Recorder:
         return bytes([len(self.tokens), *self.tokens])
 
 
+class Nothing(Recorder):
+    """A matcher that allows no token."""
+
+    def compute_bitmask(self) -> bytes:
+        return bytes(8)
+
+
+def test_a_mask_that_allows_nothing_is_none() -> None:
+    grammars = Grammars()
+    grammars.attach(MINE, Nothing())
+    assert grammars.see(step(part(1)), OWNERS.get) == step(part(1))
+
+
 def step(*parts: StepPart) -> StartStep:
     return StartStep(Epoch(1), StepId(1), list(parts))
 

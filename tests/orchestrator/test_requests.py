@@ -184,6 +184,7 @@ def test_prompt_tokens_win_over_text() -> None:
         {"presence_penalty": 2.5},
         {"frequency_penalty": float("nan")},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-300},
         {"logit_bias": {1: 101.0}},
         {"logit_bias": dict.fromkeys(range(1025), 1.0)},
         {"num_logprobs": 21},

@@ -34,6 +34,7 @@ from orchestrator.core.events import (
     Planned,
     PromptRead,
     RequestDone,
+    Resize,
     Stalled,
     TokenOut,
     Withdraw,
@@ -116,7 +117,7 @@ class Engine:
         self._hub: Hub
         self._supervisor: Supervisor | None = None
         self._log_file: LogFile | None = None
-        self._fold = LatencyFold()
+        self.fold = LatencyFold()
         self._recorder: TraceRecorder | None = None
         self._events: deque[CoreEvent] = deque()
         self._is_handling = False
@@ -251,7 +252,7 @@ class Engine:
     def _begin_log(self) -> None:
         if self._log_file is None:
             return
-        self._fold = LatencyFold(self._log_file.write)
+        self.fold = LatencyFold(self._log_file.write)
         self._log_file.write(log_header(self._layout, self._num_slots))
 
     def _setup_for(self, role: Role) -> WorkerSetup:
@@ -309,13 +310,13 @@ class Engine:
                 self._hub.command(command)
             elif isinstance(command, TABLE_COMMANDS):
                 self._board.carry(command)
-        self._fold.event(event)
+        self.fold.event(event)
         commands += self._core.settle()
         self.totals.event(event, now_ns)
         if self._recorder is not None:
             self._recorder.hear(event, commands)
         for command in commands:
-            self._fold.command(command, now_ns)
+            self.fold.command(command, now_ns)
             self.totals.command(command)
             match command:
                 case Planned():
@@ -334,7 +335,7 @@ class Engine:
                     pass
 
     def _finish(self, done: RequestDone) -> None:
-        self._clients.done(done, self._fold.end_request(done.request))
+        self._clients.done(done, self.fold.end_request(done.request))
         if self._log_file is not None:
             self._log_file.flush()
 
@@ -349,12 +350,16 @@ class Engine:
             case Generate():
                 submit = self._clients.accept(client, message, matcher)
                 if submit is not None:
-                    self._fold.begin_request(submit.request)
+                    self.fold.begin_request(submit.request)
                     self._deliver(submit)
             case Cancel():
                 request = self._clients.find(client, message.request)
                 if request is not None:
                     self._deliver(Withdraw(request))
+
+    def resize(self, num_slots: int) -> None:
+        """Use so many of the slots from the next step on."""
+        self._deliver(Resize(num_slots))
 
     def snapshot(self) -> CoreSnapshot | None:
         """What the core sees now; None while loading."""
@@ -389,12 +394,8 @@ class Engine:
             self._status_text = "serving"
             if self._supervisor is not None:
                 self._supervisor.worker_is_ready(worker.line.pid)
-        if self._log_file is not None:
-            self._log_file.write(
-                WorkerRecord(
-                    worker.epoch, worker.role, worker.line.pid, change, time.monotonic_ns()
-                )
-            )
+        now_ns, pid = time.monotonic_ns(), worker.line.pid
+        self.fold.record(WorkerRecord(worker.epoch, worker.role, pid, change, now_ns))
 
     # ---------------------------------------------------------------- ends
 
@@ -442,6 +443,6 @@ class Engine:
             self._supervisor.announce_stop()
         self._hub.say_goodbye("the orchestrator stops")
         await asyncio.sleep(0.05)  # let the last messages leave
-        self._fold.close()
+        self.fold.close()
         if self._supervisor is not None:
             await self._supervisor.stop()

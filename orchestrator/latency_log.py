@@ -214,13 +214,31 @@ class LatencyFold:
     """Builds records from events and commands, in the order in which the engine passes them."""
 
     def __init__(self, write: Callable[[LogRecord], None] | None = None) -> None:
-        self._write = write
+        self._log = self._write = write
         self._times: dict[RequestId, StageTimes] = {}
         #: Whose step is under way.
         self._requests: list[RequestId] = []
         self._step: StepRecord | None = None
         self._layer: LayerRecord | None = None
         self._copies: dict[CopyId, DmaSpan] = {}
+
+    def watch(self, watcher: Callable[[LogRecord], None] | None) -> None:
+        """Show every record to `watcher` too, from now on; None: to nobody beside the log."""
+        log = self._log
+        if log is None or watcher is None:
+            self._write = watcher or log
+            return
+
+        def both(record: LogRecord) -> None:
+            log(record)
+            watcher(record)
+
+        self._write = both
+
+    def record(self, record: LogRecord) -> None:
+        """One more record, of what is not folded here."""
+        if self._write is not None:
+            self._write(record)
 
     def begin_request(self, request: RequestId) -> None:
         self._times[request] = StageTimes()

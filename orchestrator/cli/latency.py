@@ -57,7 +57,7 @@ def run_latency(options: argparse.Namespace) -> int:
             "generated something?"
         )
     if options.trace is not None:
-        from orchestrator.cli.latency_trace import write_trace
+        from orchestrator.perfetto import write_trace
 
         write_trace(records, options.trace)
         print(f"headrace: wrote {options.trace}", file=sys.stderr)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from orchestrator.engine import Engine
+    from orchestrator.http.admin import Trace
     from orchestrator.http.settings import ServerSettings
 
 log = logging.getLogger("headrace")
@@ -66,6 +67,8 @@ class ServerState:
         self.metrics = ServerMetrics(model_name)
         self.window = StatsWindow(engine, self.metrics)
         self.metrics.watch(engine, self.window.achieved)
+        #: The trace under way, see POST /admin/trace.
+        self.trace: Trace | None = None
         self.created_s = int(time.time())
         self._was_ready = False
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from orchestrator.core.events import CoreSnapshot
+from orchestrator.core.events import CoreSnapshot, RequestCounters
 from orchestrator.front import Loaded
 from orchestrator.requests import RequestBook
 from orchestrator.settings import PipelineSettings
@@ -50,7 +50,9 @@ class _Scripted:
         return {}
 
     def snapshot(self) -> CoreSnapshot:
-        return CoreSnapshot(0, 0, None, 0, None, None, [], 0, 0, 48, 1e9, 2e9, None, 0)
+        return CoreSnapshot(
+            0, 0, None, 0, None, None, [], 0, 0, 48, 1e9, 2e9, None, 0, RequestCounters()
+        )
 
     def ask(self, client: LocalClient, message: Generate | Cancel, matcher: object = None) -> None:
         if isinstance(message, Cancel):

@@ -250,6 +250,35 @@ def test_the_configuration_can_be_read_and_keeps_its_secret(server: Server) -> N
     assert KEY not in server.said()
 
 
+def test_slots_can_be_fewer_and_more_again(server: Server) -> None:
+    asked = {"prompt": "import os", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    text = server.complete(**asked)["choices"][0]["text"]
+    assert server.ask("/admin/cache", slots="5%").json() == {"slots": 9, "most": 96}
+    slots = server.stats()["slots"]
+    assert (slots["total"], slots["resident"] + slots["filling"] + slots["free"]) == (9, 9)
+    assert sum(slots["resident_per_layer"]) == slots["resident"]
+    assert server.complete(**asked)["choices"][0]["text"] == text
+    assert server.stats()["slots"]["resident"] <= 9
+    assert server.ask("/admin/cache", slots=96).status_code == 200
+    assert server.complete(**asked)["choices"][0]["text"] == text
+    assert server.stats()["slots"]["resident"] > 9
+    for wrong in (97, "200%", 0, "many"):
+        answer = server.ask("/admin/cache", slots=wrong)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "slots")
+
+
+def test_a_trace_of_what_happens_meanwhile(server: Server) -> None:
+    assert server.ask("/admin/trace", action="stop").status_code == 409
+    assert server.ask("/admin/trace", action="start").status_code == 200
+    assert server.ask("/admin/trace", action="start").status_code == 409
+    server.complete(prompt="import os", max_tokens=4, ignore_eos=True)
+    trace = server.ask("/admin/trace", action="stop").json()
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert sum(event["name"].startswith("step ") for event in slices) == 4
+    names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    assert any(name.startswith("cpu_worker (pid") for name in names)
+
+
 def test_a_worker_is_replaced_and_no_request_is_lost(server: Server) -> None:
     listed = server.client.get("/admin/workers").json()
     assert listed["missing"] == []

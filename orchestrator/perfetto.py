@@ -25,11 +25,16 @@ _GPU = 2
 _FIRST_WORKER = 10
 
 
+def trace_of(records: list[LogRecord]) -> bytes:
+    """The trace as JSON."""
+    events = list(_Trace(records).events())
+    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
 def write_trace(records: list[LogRecord], path: Path) -> None:
     """Raises UserError when the file cannot be written."""
-    events = list(_Trace(records).events())
     try:
-        path.write_bytes(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
+        path.write_bytes(trace_of(records))
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}.") from None
 

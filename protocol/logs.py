@@ -9,32 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 
-import msgspec
-
 LOG_FORMATS = ("text", "json")
-
-
-class JsonLines(logging.Formatter):
-    """`time` is seconds since 1970; what a caller passed as extra={"facts": {...}} is beside it."""
-
-    def __init__(self, process_name: str) -> None:
-        super().__init__()
-        self._process_name = process_name
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": record.created,
-            "level": record.levelname.lower(),
-            "process": self._process_name,
-            "message": record.getMessage(),
-            **getattr(record, "facts", {}),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        try:
-            return msgspec.json.encode(line).decode()
-        except UnicodeEncodeError:  # half of a surrogate pair in somebody's text
-            return msgspec.json.encode({**line, "message": ascii(line["message"])}).decode()
 
 
 def set_up_logging(process_name: str, level: str, form: str = "text") -> None:
@@ -42,6 +17,9 @@ def set_up_logging(process_name: str, level: str, form: str = "text") -> None:
     one of LOG_FORMATS."""
     handler = logging.StreamHandler(sys.stderr)
     if form == "json":
+        # Only then: this module is imported by commands that are to be quick.
+        from protocol.log_lines import JsonLines
+
         handler.setFormatter(JsonLines(process_name))
     else:
         text = logging.Formatter(

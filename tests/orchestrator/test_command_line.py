@@ -13,7 +13,20 @@ from orchestrator.cli import main as cli
 from orchestrator.cli.main import main
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("generate", "orchestrator", "status", "latency", "plan", "simulate", "doctor")
+COMMANDS = (
+    "generate",
+    "serve",
+    "chat",
+    "top",
+    "orchestrator",
+    "status",
+    "latency",
+    "plan",
+    "calibrate",
+    "trace",
+    "simulate",
+    "doctor",
+)
 
 
 @pytest.mark.parametrize(

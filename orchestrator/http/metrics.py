@@ -18,6 +18,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from orchestrator.http.stats import num_free_slots
 from protocol.messages import Role
 
 if TYPE_CHECKING:
@@ -219,10 +220,9 @@ class _EngineCollector:
         if snapshot is not None:
             calibrated.add_metric(["link"], snapshot.link_bytes_per_s)
             calibrated.add_metric(["cpu"], snapshot.host_bytes_per_s)
-            num_free = snapshot.num_slots - snapshot.num_resident - snapshot.num_filling
             slots.add_metric(["resident"], snapshot.num_resident)
             slots.add_metric(["filling"], snapshot.num_filling)
-            slots.add_metric(["free"], num_free)
+            slots.add_metric(["free"], num_free_slots(snapshot))
         for path, rate in self._achieved().items():
             achieved.add_metric([path], rate)
         yield calibrated

@@ -14,6 +14,7 @@ import msgspec
 from protocol.messages import WorkerStatus
 
 if TYPE_CHECKING:
+    from orchestrator.core.events import CoreSnapshot
     from orchestrator.engine import Engine
     from orchestrator.http.metrics import ServerMetrics
 
@@ -194,17 +195,18 @@ class StatsWindow:
                 total=snapshot.num_slots if snapshot else 0,
                 resident=snapshot.num_resident if snapshot else 0,
                 filling=snapshot.num_filling if snapshot else 0,
-                free=(
-                    snapshot.num_slots - snapshot.num_resident - snapshot.num_filling
-                    if snapshot
-                    else 0
-                ),
+                free=num_free_slots(snapshot) if snapshot else 0,
                 experts_per_layer=list(per_layer),
                 resident_per_layer=[totals.residents.get(n, 0) for n in range(len(per_layer))],
             ),
             workers=status.workers,
             restarts={str(role): num for role, num in engine.num_restarts().items()},
         )
+
+
+def num_free_slots(snapshot: CoreSnapshot) -> int:
+    """Slots that may be used and hold nothing; while there are to be fewer, none."""
+    return max(0, snapshot.num_slots - snapshot.num_resident - snapshot.num_filling)
 
 
 def _ratio(part: float, whole: float) -> float:

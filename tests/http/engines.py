@@ -51,7 +51,7 @@ class _Scripted:
 
     def snapshot(self) -> CoreSnapshot:
         return CoreSnapshot(
-            0, 0, None, 0, None, None, [], 0, 0, 48, 1e9, 2e9, None, 0, RequestCounters()
+            0, 0, None, 0, None, None, [], 0, 0, 48, 48, 1e9, 2e9, None, 0, RequestCounters()
         )
 
     def ask(self, client: LocalClient, message: Generate | Cancel, matcher: object = None) -> None:

@@ -8,9 +8,10 @@ Experts lie in a segment like a store's, larger than any cache by far, and are v
 Each call computes eight of them, as a layer-step of decode does, with all its rows in each. The
 read ceiling, the native kernels and torch take turns in short slices of the same memory with the
 same number of threads; what is shown is the median over the rounds, so that a moment in which
-somebody else used the machine touches all three or none. Weights count once per call, however many
-rows. For several rows, `bound_ms` is what an expert may take: the longer of reading its weights at
-the ceiling and twice its multiplications at torch's best matrix product (`torch_gflops`).
+somebody else used the machine touches all three or none. Weights count once per call, however
+many rows, quantised ones with their scales. For several rows, `bound_ms` is what an expert may
+take: the longer of reading its weights at the ceiling and twice its multiplications at torch's best
+matrix product (`torch_gflops`).
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.expert_blocks import FORMATS, fill, layout_of, torch_compute
 from expert_kernels.native import MaxIsa, NativeExpertFunction
 from expert_kernels.native_library import NativeLibraryError
-from expert_kernels.reference import TORCH_DTYPE, ExpertFunction
 from expert_kernels.step_rows import as_tensor
-from expert_store.layout import Dtype, ExpertForm, StoreLayout, make_layout
 from expert_store.memory import memory_room
 from expert_store.segment import SegmentMap, create_segment, size_segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from benchmarks.expert_blocks import TorchCompute
+    from expert_store.layout import StoreLayout
 
 #: hidden size, intermediate size, experts of a layer: Qwen3-30B-A3B, Qwen3-Next, Mixtral, gpt-oss.
 SHAPES = ((2048, 768, 128), (2048, 512, 256), (4096, 14336, 8), (2880, 2880, 32))
@@ -47,7 +50,7 @@ EXPERTS_PER_CALL = 8
 _READ_BYTES = 256 * 1024 * 1024
 _SLICE_S = 0.1
 _PRODUCT = (512, 2048, 1536)  # rows, inputs, outputs
-_PATTERN_ITEMS = 16 * 1024 * 1024
+QUICK_FORMATS = ("bfloat16", "int8", "int4", "mxfp4", "nvfp4", "fp8")
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -69,7 +72,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Case(msgspec.Struct, frozen=True):
-    dtype: Dtype
+    format: str
     shape: tuple[int, int, int]
     rows: int
     threads: int
@@ -79,7 +82,7 @@ def main() -> int:
     args = _parse()
     progress = Console(stderr=True)
     try:
-        NativeExpertFunction(_layout_of(Case("bfloat16", SHAPES[0], 1, 1)), max_isa=args.max_isa)
+        NativeExpertFunction(_layout_of(_cases(args)[0]), max_isa=args.max_isa)
     except NativeLibraryError as error:
         print(f"cpu_experts: there are no native kernels to measure: {error}", file=sys.stderr)
         return 2
@@ -96,7 +99,7 @@ def main() -> int:
         gflops = {n: torch_gflops(n) for n in {case.threads for case in _cases(args)}}
         for number, case in enumerate(_cases(args)):
             progress.print(f"{number + 1} of {len(_cases(args))}: {case}", style="dim")
-            memory.fill(case.dtype)
+            memory.fill(_layout_of(case))
             rows.append(measure(case, memory.blocks, args, gflops[case.threads]))
         result = {
             "isa": NativeExpertFunction(_layout_of(_cases(args)[0]), max_isa=args.max_isa).isa,
@@ -119,47 +122,37 @@ def _parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--quick", action="store_true", help="within 50 s: bfloat16, few rows")
+    parser.add_argument(
+        "--quick", action="store_true", help="within 50 s: fewer formats and shapes"
+    )
     parser.add_argument("--max-isa", choices=get_args(MaxIsa)[1:], default="best")
     parser.add_argument("--threads", type=int, nargs="+", metavar="N", help="default: 1 and all")
-    parser.add_argument("--formats", nargs="+", choices=get_args(Dtype), metavar="DTYPE")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, metavar="FORMAT")
     args = parser.parse_args()
     args.threads = args.threads or sorted({1, len(os.sched_getaffinity(0))})
-    args.formats = args.formats or (["bfloat16"] if args.quick else list(get_args(Dtype)))
+    args.formats = args.formats or (list(QUICK_FORMATS) if args.quick else list(FORMATS))
     args.slice_s = _SLICE_S if args.quick else 2.5 * _SLICE_S
-    args.rounds = 4 if args.quick else 9
+    args.rounds = 3 if args.quick else 9
     return args
 
 
 def _cases(args: argparse.Namespace) -> list[Case]:
+    """Format by format and shape by shape, so that memory is filled anew as seldom as can be."""
     most = max(args.threads)
-    many = (4, 32) if args.quick else (2, 4, 8, 32, 128)
-    return [
-        *(Case(d, shape, 1, n) for d in args.formats for shape in SHAPES for n in args.threads),
-        *(Case(d, SHAPES[0], num_rows, most) for d in args.formats for num_rows in many),
-    ]
+    cases: list[Case] = []
+    for name in args.formats:
+        is_short = args.quick and name != args.formats[0]
+        many = (32,) if is_short else (4, 32) if args.quick else (2, 4, 8, 32, 128)
+        for shape in SHAPES[:1] if is_short else SHAPES:
+            threads = [most] if is_short else args.threads
+            cases += [Case(name, shape, 1, num_threads) for num_threads in threads]
+            if shape == SHAPES[0]:
+                cases += [Case(name, shape, num_rows, most) for num_rows in many]
+    return cases
 
 
 def _layout_of(case: Case) -> StoreLayout:
-    hidden, intermediate, num_experts = case.shape
-    return make_layout(
-        model_name="benchmark",
-        checkpoint_fingerprint="",
-        form=ExpertForm(
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            has_gate=True,
-            has_bias=False,
-            is_transposed=False,
-            is_interleaved=False,
-            activation="silu",
-            gate="act_mul",
-        ),
-        dtype=case.dtype,
-        model_layer_ids=(0,),
-        num_experts=(num_experts,),
-        top_k=min(EXPERTS_PER_CALL, num_experts),
-    )
+    return layout_of(case.format, case.shape, EXPERTS_PER_CALL)
 
 
 class Memory:
@@ -171,7 +164,7 @@ class Memory:
         self._map = SegmentMap(self._fd, writable=True)
         self.has_huge_pages = self._map.has_huge_pages
         self.blocks = as_tensor(self._map.memory, torch.uint8, 0, [WORKING_SET_BYTES])
-        self._dtype: Dtype | None = None
+        self._filled: object = None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -179,16 +172,12 @@ class Memory:
         self._map.close()
         os.close(self._fd)
 
-    def fill(self, dtype: Dtype) -> None:
-        """Random weights of that dtype; the same ones again and again, which no cache notices."""
-        if dtype == self._dtype:
-            return
-        generator = torch.Generator().manual_seed(0)
-        pattern = torch.randn(_PATTERN_ITEMS, generator=generator).mul_(0.02)
-        data = pattern.to(TORCH_DTYPE[dtype]).view(torch.uint8)
-        for part in self.blocks.split(data.numel()):
-            part.copy_(data[: part.numel()])
-        self._dtype = dtype
+    def fill(self, layout: StoreLayout) -> None:
+        """Random weights of that layout, unless they are there already."""
+        filled = (layout.dtype, None) if layout.weights is None else layout.tensors
+        if filled != self._filled:
+            fill(self.blocks, layout)
+            self._filled = filled
 
 
 def torch_gflops(num_threads: int) -> float:
@@ -217,7 +206,7 @@ def measure(case: Case, blocks: torch.Tensor, args: argparse.Namespace, gflops: 
     """Rounds of slices: read, native, torch."""
     layout = _layout_of(case)
     native = NativeExpertFunction(layout, max_isa=args.max_isa, num_threads=case.threads)
-    reference = ExpertFunction(layout)
+    compute_with_torch = torch_compute(layout)
     torch.set_num_threads(case.threads)
     num_blocks = WORKING_SET_BYTES // layout.block_bytes
     tensors = [
@@ -236,17 +225,21 @@ def measure(case: Case, blocks: torch.Tensor, args: argparse.Namespace, gflops: 
         native.read(blocks[start : start + _READ_BYTES])
         return _READ_BYTES
 
-    def run(function: ExpertFunction, size: int) -> Callable[[int], int]:
+    def run(compute: TorchCompute, size: int) -> Callable[[int], int]:
         def call(turn: int) -> int:
             batch = batch_of(turn, size)
-            function.run_each(batch, x)
+            compute(batch, x)
             return len(batch) * layout.expert_bytes
 
         return call
 
     size = min(EXPERTS_PER_CALL, num_blocks)
     # torch computes them one by one anyway; with many rows, eight would far outlast a slice.
-    works = {"read": read, "native": run(native, size), "torch": run(reference, 1)}
+    works = {
+        "read": read,
+        "native": run(native.run_each, size),
+        "torch": run(compute_with_torch, 1),
+    }
     rates: dict[str, list[float]] = {name: [] for name in works}
     with torch.inference_mode():
         for _ in range(args.rounds):
@@ -258,10 +251,11 @@ def measure(case: Case, blocks: torch.Tensor, args: argparse.Namespace, gflops: 
                 rates[name].append(num_bytes / elapsed_s / 1e9)
     native.close()
     ceiling_gbps, gbps, torch_gbps = (statistics.median(found) for found in rates.values())
-    flops = 2 * case.rows * layout.expert_bytes / native.dtype.itemsize
+    hidden, intermediate, _ = case.shape
+    flops = 2 * case.rows * 3 * hidden * intermediate
     read_ms = layout.expert_bytes / ceiling_gbps / 1e6
     return Row(
-        case.dtype,
+        case.format,
         *case.shape,
         case.rows,
         case.threads,

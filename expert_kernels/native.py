@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace")
 
 #: As in protocol.worker_flags. "torch": nothing native; those of other processors do no harm.
-MaxIsa = Literal["torch", "scalar", "avx2", "avx512", "avx512_vnni", "neon", "best"]
-_RANK = {"scalar": 0, "neon": 1, "avx2": 1, "avx512": 2, "avx512_vnni": 3, "best": 9}
+MaxIsa = Literal["torch", "scalar", "avx2", "avx512", "avx512_vnni", "amx", "neon", "best"]
+_RANK = {"scalar": 0, "neon": 1, "avx2": 1, "avx512": 2, "avx512_vnni": 3, "amx": 4, "best": 9}
 
 #: How long an idle thread of the pool looks for work before it sleeps. About what waking it costs.
 SPIN_US = 20

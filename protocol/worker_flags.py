@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 #: "torch" is no native code at all; the others are ceilings, "best" is none.
-MAX_ISAS = ("torch", "scalar", "avx2", "avx512", "avx512_vnni", "neon", "best")
+MAX_ISAS = ("torch", "scalar", "avx2", "avx512", "avx512_vnni", "amx", "neon", "best")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 

@@ -21,6 +21,14 @@
 
 #include "step_job.h"
 
+#if defined(HR_HAS_X86)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
 namespace {
 
 struct KernelSet {
@@ -28,6 +36,22 @@ struct KernelSet {
     const Kernels* plain;
     const PackedKernels* packed;
 };
+
+#if defined(HR_HAS_X86)
+// Whether the processor has AMX with products of bytes and the system lets this process use it.
+bool may_use_amx() {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    constexpr unsigned TILES = 1u << 24, BYTES = 1u << 25;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+    if ((edx & (TILES | BYTES)) != (TILES | BYTES)) return false;
+#if defined(__linux__)
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
+#endif
 
 // Ascending. A set that only some formats gain by takes the others' kernels from the one below.
 std::vector<KernelSet> find_kernels() {
@@ -45,8 +69,11 @@ std::vector<KernelSet> find_kernels() {
         if (__builtin_cpu_supports("avx512f")) {
             add("avx512", avx512_kernels, avx2_packed);
             if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni"))
+                __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni")) {
+
                 add("avx512_vnni", avx512_kernels, avx512_packed);
+                if (may_use_amx()) add("amx", avx512_kernels, amx_packed);
+            }
         }
     }
 #endif

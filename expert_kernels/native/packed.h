@@ -83,6 +83,7 @@ extern const PackedKernels scalar_packed;
 #if defined(HR_HAS_X86)
 extern const PackedKernels avx2_packed;
 extern const PackedKernels avx512_packed;
+extern const PackedKernels amx_packed;
 #endif
 #if defined(HR_HAS_NEON)
 extern const PackedKernels neon_packed;

@@ -14,7 +14,7 @@ constexpr int64_t MOST_TILE_BYTES = 256 * 1024;
 constexpr int64_t TILES_PER_THREAD = 8;
 constexpr int MAX_UNITS = 256;
 constexpr int STREAMS = 4;  // the kernels read up to so many of the matrix's tiles side by side
-constexpr int ROWS_PER_PASS = 16;
+constexpr int ROWS_PER_PASS = 64;
 
 struct PackedJob {
     const HrForm& form;

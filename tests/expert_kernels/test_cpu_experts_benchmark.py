@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import get_args
 
 import pytest
 
-from benchmarks import cpu_experts
-from expert_store.layout import Dtype
+from benchmarks import cpu_experts, expert_blocks
 from tests.expert_kernels.test_native import ISAS
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="the native kernels have not been built")
+FORMATS = ("float32", "int8", "int4", "fp8")
 STATED = {
     "format", "hidden", "intermediate", "experts", "rows", "threads", "gbps", "ceiling_gbps",
     "torch_gbps",
@@ -22,9 +21,9 @@ STATED = {
 @pytest.fixture(autouse=True)
 def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_experts, "WORKING_SET_BYTES", 2_000_000)
-    monkeypatch.setattr(cpu_experts, "SHAPES", ((64, 48, 16), (96, 32, 8)))
+    monkeypatch.setattr(cpu_experts, "SHAPES", ((64, 64, 16), (96, 32, 8)))
     monkeypatch.setattr(cpu_experts, "_READ_BYTES", 500_000)
-    monkeypatch.setattr(cpu_experts, "_PATTERN_ITEMS", 4096)
+    monkeypatch.setattr(expert_blocks, "_PATTERN_ITEMS", 4096)
     monkeypatch.setattr(cpu_experts, "_SLICE_S", 0.001)
     monkeypatch.setattr(cpu_experts, "_PRODUCT", (32, 64, 48))
 
@@ -32,14 +31,16 @@ def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_have_what_is_promised(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["cpu_experts", "--json", "--threads", "1"])
+    monkeypatch.setattr(
+        sys, "argv", ["cpu_experts", "--json", "--threads", "1", "--formats", *FORMATS]
+    )
     assert cpu_experts.main() == 0
     result = json.loads(capsys.readouterr().out)
     rows = result["rows"]
     assert set(rows[0]) >= STATED
-    assert {row["format"] for row in rows} == set(get_args(Dtype))
+    assert {row["format"] for row in rows} == set(FORMATS)
     assert {row["threads"] for row in rows} == {1}
-    assert {(row["hidden"], row["intermediate"]) for row in rows} == {(64, 48), (96, 32)}
+    assert {(row["hidden"], row["intermediate"]) for row in rows} == {(64, 64), (96, 32)}
     assert max(row["rows"] for row in rows) == 128
     assert all(row[name] > 0 for row in rows for name in STATED - {"format"})
     assert all(row["bound_ms"] > 0 for row in rows)
@@ -48,7 +49,8 @@ def test_rows_have_what_is_promised(
 def test_a_table_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["cpu_experts", "--quick", "--max-isa", "scalar"])
+    arguments = ["--quick", "--max-isa", "scalar", "--formats", "mxfp4", "nvfp4"]
+    monkeypatch.setattr(sys, "argv", ["cpu_experts", *arguments])
     assert cpu_experts.main() == 0
     assert "scalar" in capsys.readouterr().out
 

@@ -321,7 +321,7 @@ def test_max_isa_is_a_ceiling(max_isa: MaxIsa) -> None:
         assert not isinstance(function, NativeExpertFunction)
         assert function.isa == "torch"
     else:
-        rank = {"scalar": 0, "neon": 1, "avx2": 1, "avx512": 2, "avx512_vnni": 3, "best": 9}
+        rank = native._RANK
         assert rank[function.isa] <= rank[max_isa]
     if max_isa == "best":
         assert function.isa == ISAS[-1]

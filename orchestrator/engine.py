@@ -312,6 +312,7 @@ class Engine:
                 self._board.carry(command)
         self.fold.event(event)
         commands += self._core.settle()
+        self._events += self._core.foresee()
         self.totals.event(event, now_ns)
         if self._recorder is not None:
             self._recorder.hear(event, commands)

@@ -82,6 +82,7 @@ def core_config(
         policy=settings.policy,
         planner=settings.planner,
         fill_behind=settings.fill_behind,
+        prefetch=settings.prefetch,
         num_experts=max(layout.num_experts),
         costs=calibrated_costs(settings, layout),
         host_bytes_per_s=settings.host_bytes_per_s,

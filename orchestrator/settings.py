@@ -41,6 +41,8 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = DEFAULT_POLICY
     planner: str = DEFAULT_PLANNER
     fill_behind: FillBehindMode = DEFAULT_FILL_BEHIND
+    #: Layers ahead; 0: nothing is guessed.
+    prefetch: int = 0
     host_gbps: float | None = None
     link_gbps: float | None = None
     emulate_link_gbps: float | None = None

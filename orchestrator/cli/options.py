@@ -133,6 +133,13 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
         "that pays (default: auto)",
     )
     group.add_argument(
+        "--prefetch",
+        type=number(int, 0, "layers"),
+        metavar="N",
+        help="guess what the next N layers will ask for and copy it while the link is idle "
+        "(default: 0, none)",
+    )
+    group.add_argument(
         "--host-gbps",
         type=_positive,
         metavar="X",
@@ -218,6 +225,7 @@ _FIELDS = {
     "policy": "policy",
     "planner": "planner",
     "fill_behind": "fill_behind",
+    "prefetch": "prefetch",
     "host_gbps": "host_gbps",
     "link_gbps": "link_gbps",
     "emulate_link_gbps": "emulate_link_gbps",

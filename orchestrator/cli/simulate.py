@@ -61,6 +61,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "planner fluid, else off)",
     )
     parser.add_argument(
+        "--prefetch",
+        type=number(int, 0, "layers"),
+        default=0,
+        metavar="N",
+        help="guess what the next N layers will ask for, and copy it (default: 0, none)",
+    )
+    parser.add_argument(
         "--steps",
         default=str(_DEFAULT_STEPS),
         metavar="N|all",
@@ -155,7 +162,7 @@ def _way(options: argparse.Namespace) -> Contender:
     behind = options.fill_behind
     if behind is None:
         behind = HEADRACE.fill_behind if planner == HEADRACE.planner else "off"
-    return Contender(options.policy or HEADRACE.policy, planner, behind)
+    return Contender(options.policy or HEADRACE.policy, planner, behind, options.prefetch)
 
 
 def _parse_steps(text: str) -> int | None:

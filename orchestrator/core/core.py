@@ -124,6 +124,11 @@ class Core:
         never; only things to say come out, nothing to do."""
         return self._dispatch.settle()
 
+    def foresee(self) -> list[Foreseen]:
+        """What is likely to be demanded soon, to be handed back as events; also between two events,
+        at any time or never."""
+        return self._dispatch.foresee()
+
     # ---- within a step ----
 
     def _passed(self, event: Passed) -> list[CoreCommand]:

@@ -24,11 +24,13 @@ from typing import TYPE_CHECKING
 from orchestrator.core.adaptive_split import AdaptiveSplit
 from orchestrator.core.directory import ExpertDirectory, InvariantBroken
 from orchestrator.core.events import (
+    Foreseen,
     Publish,
     RequestCounters,
     Unpublish,
     WorkerFault,
 )
+from orchestrator.core.fill_choice import DEFAULT_MAX_BEHIND
 from orchestrator.core.layer_step import LayerStep, Unanswered, planned
 from orchestrator.core.placement import ExpertPlacement
 from orchestrator.core.planner import DemandMemory
@@ -36,6 +38,7 @@ from orchestrator.core.policies import (
     UNKNOWN_SHAPE,
     DeferringPolicy,
     DemandShape,
+    make_foresight,
     make_policy,
 )
 from orchestrator.core.recount import recount
@@ -44,7 +47,6 @@ if TYPE_CHECKING:
     from orchestrator.core.events import (
         CoreCommand,
         CoreConfig,
-        Foreseen,
         Passed,
         Retired,
     )
@@ -69,7 +71,9 @@ class ExpertDispatch(ExpertPlacement):
     """Hears of layer-step after layer-step and decides; `ExpertPlacement` carries out."""
 
     __slots__ = (
+        "_foresight",
         "_is_news",
+        "_latest",
         "_memory",
         "_num_layers",
         "_policy",
@@ -94,6 +98,9 @@ class ExpertDispatch(ExpertPlacement):
         self._report_plans = config.report_plans
         self._memory = memory
         self._policy = policy if isinstance(policy, DeferringPolicy) else None
+        self._foresight = make_foresight(shape, config.prefetch) if config.prefetch else None
+        #: The layer-steps whose experts are known and from which nothing was guessed yet.
+        self._latest: list[Routed | Passed] = []
         #: Whether there is something to learn.
         self._is_news = False
         self._unanswered = Unanswered()
@@ -162,6 +169,8 @@ class ExpertDispatch(ExpertPlacement):
         hits, hit_slots, misses = self.directory.demand(keys, is_guest=is_guest)
         self._background.rest(self._roster.link_epoch, commands)
         self._is_news = True
+        if self._foresight is not None and not is_guest:
+            self._latest.append(routed)
         roster, split = self._roster, self._split
         has_cpu, has_link = bool(roster.cpu_epochs), roster.link_epoch is not None
         arriving: list[ExpertKey] = []
@@ -239,6 +248,8 @@ class ExpertDispatch(ExpertPlacement):
             if self._split.needs_last_demand:
                 self._memory.demanded(keys)
         self._is_news = True
+        if self._foresight is not None and not flight.is_guest:
+            self._latest.append(passed)
         if self._report_plans:
             decision = self._split.decide(directory, [], [], None, has_cpu=False, has_link=False)
             commands.append(planned(flight, passed, passed.experts, [], [], decision.split))
@@ -417,6 +428,22 @@ class ExpertDispatch(ExpertPlacement):
         if self._policy is not None:
             self._policy.settle()
         return list(self._split.settle())
+
+    def foresee(self) -> list[Foreseen]:
+        """What the next layers will ask for, as far as it has no slot; to be told as events."""
+        if self._foresight is None or not self._latest:
+            return []
+        for event in self._latest:
+            self._foresight.chose(event.layer, event.experts)
+        layer = self._latest[-1].layer
+        self._latest.clear()
+        room = DEFAULT_MAX_BEHIND - len(self._background)
+        if room < 1:
+            return []
+        missing = [
+            key for key in self._foresight.expected(layer) if self.directory.state_of(key) is None
+        ]
+        return [Foreseen(*key) for key in missing[:room]]
 
     def check(self) -> None:
         """Recount; InvariantBroken says what disagrees, or that nothing would ever happen again."""

@@ -63,6 +63,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     #: One of split_rules.PLANNER_NAMES; what decides where the fill mode is auto.
     planner: str = "closed-form"
     fill_behind: FillBehindMode = "off"
+    #: Layers ahead of which experts are guessed and copied while the link is idle; 0: none.
+    prefetch: int = 0
     #: Experts per layer; 0: policies that must know find out.
     num_experts: int = 0
     #: Measured costs of both branches, in place of all that workers measure on their own.

@@ -32,6 +32,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from orchestrator.core.foresight import Foresight
     from protocol.messages import ExpertId, ExpertKey, LayerId
 
 
@@ -204,3 +205,10 @@ def make_policy(name: str, shape: DemandShape = UNKNOWN_SHAPE) -> EvictionPolicy
         known = ", ".join(POLICY_NAMES)
         raise ValueError(f"unknown eviction policy {name!r}; known: {known}") from None
     return factory(shape)
+
+
+def make_foresight(shape: DemandShape, num_ahead: int) -> Foresight:
+    """Needs numpy. ValueError unless the shape is known."""
+    from orchestrator.core.foresight import Foresight
+
+    return Foresight(shape, num_ahead)

@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 
 
 class Contender(msgspec.Struct, frozen=True):
-    """How misses are treated: an eviction policy, a planner, and fill-behind."""
+    """How misses are treated: an eviction policy, a planner, fill-behind, and how many layers ahead
+    experts are guessed and copied (0: none)."""
 
     policy: str
     planner: str
     fill_behind: FillBehindMode
+    prefetch: int = 0
 
 
 HEADRACE = Contender(DEFAULT_POLICY, DEFAULT_PLANNER, DEFAULT_FILL_BEHIND)
@@ -56,6 +58,7 @@ def replay(
         planner=make_planner(way.planner, costs),
         fill_behind=way.fill_behind,
         dense_s=dense_s,
+        prefetch=way.prefetch,
     )
     return run.run(trace)
 

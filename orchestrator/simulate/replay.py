@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from orchestrator.core.directory import ExpertDirectory
-from orchestrator.core.fill_choice import FillBehind, FillChoice
+from orchestrator.core.fill_choice import DEFAULT_MAX_BEHIND, FillBehind, FillChoice
+from orchestrator.core.foresight import Foresight
 from orchestrator.core.planner import DemandMemory
 from orchestrator.core.policies import DeferringPolicy, DemandShape, make_policy
 from orchestrator.simulate.machine import VirtualMachine
@@ -80,8 +81,10 @@ class Replay:
         planner: Planner,
         fill_behind: FillBehindMode,
         dense_s: float,
+        prefetch: int = 0,
     ) -> None:
-        """ValueError if the policy is unknown or there is no slot."""
+        """`prefetch`: layers ahead, 0 for none. ValueError if the policy is unknown or there is no
+        slot."""
         self._shape = shape
         eviction = make_policy(policy, shape)
         self.directory = ExpertDirectory(num_slots, eviction)
@@ -91,6 +94,7 @@ class Replay:
         self._choice = FillChoice(eviction, self._memory.last_demand)
         self._behind = FillBehind(fill_behind, costs)
         self.machine: VirtualMachine[Reservation] = VirtualMachine(costs)
+        self._foresight = Foresight(shape, prefetch) if prefetch else None
         self._dense_s = dense_s
         self._gpu_s = costs.gpu_expert_s
         self._num_layer_steps = self._fills = self._fills_behind = self._cpu_experts = 0
@@ -169,6 +173,18 @@ class Replay:
             directory.unpin(slot)
         if self._deferring is not None:
             self._deferring.settle()
+        if self._foresight is not None:
+            self._foresight.chose(layer, experts)  # type: ignore[arg-type]
+            self._prefetch(self._foresight.expected(layer))  # type: ignore[arg-type]
+
+    def _prefetch(self, expected: list[ExpertKey]) -> None:
+        directory, machine = self.directory, self.machine
+        for key in expected:
+            if machine.num_behind >= DEFAULT_MAX_BEHIND:
+                return
+            if directory.state_of(key) is None and directory.num_reservable:
+                machine.copy_behind(self._reserve(key), is_beside_cpu=False)
+                self._fills_behind += 1
 
     def _reserve(self, key: ExpertKey) -> Reservation:
         reservation = self.directory.reserve(key)

@@ -34,6 +34,7 @@ ALLOWED = {
 
 #: What some modules alone may import, and only when somebody asks for what is in them.
 ALLOWED_TO_SOME = {
+    "foresight": {"numpy"},
     "reuse": {"numpy", "numpy.typing"},
     "scored_policy": {"numpy", "numpy.typing"},
 }

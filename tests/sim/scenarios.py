@@ -52,7 +52,8 @@ def scenario(number: int) -> Scenario:
         policy=more.choice(("lru", "lru", "lru-layer", "lfu", "reuse", "reuse-tables")),
         planner=more.choice(("closed-form", "fluid", "fluid", "fixed-fraction")),
         fill_behind=more.choice(("off", "on", "on", "auto")),
-        num_experts=more.choice((0, num_experts)),
+        num_experts=num_experts,
+        prefetch=more.choice((0, 0, 1, 2)) if num_layers > 1 else 0,
     )
     mood = rng.choice(("calm", "one role", "any", "any"))
     return Scenario(

@@ -73,3 +73,4 @@ def test_the_stories_are_as_eventful_as_they_are_meant_to_be() -> None:
     assert sum(story.num_given_up for story in stories) > 20
     assert sum(story.num_guest_steps for story in stories) > 20
     assert sum(story.num_joint_steps for story in stories) > 20
+    assert sum(story.num_foreseen for story in stories) > 10

@@ -127,6 +127,7 @@ class Story:
     num_retired: int = 0
     num_learned: int = 0
     num_behind: int = 0
+    num_foreseen: int = 0
     num_full: int = 0
 
 
@@ -312,6 +313,10 @@ class Simulation:
             self.story.num_learned += len(self.core.settle())
             self.core.check()
         self.story.learnt.append(is_learning)
+        if is_learning:
+            for foreseen in self.core.foresee():
+                self.story.num_foreseen += 1
+                self.after(0, lambda foreseen=foreseen: self._tell(foreseen))  # type: ignore[misc]
         self.story.events.append(event)
         self.story.decisions.append(commands)
         self.story.lines.append(f"{self.now} {event} -> {commands}")

@@ -29,6 +29,7 @@ CORE_MAY_IMPORT = re.compile(
 
 #: The policies that score all experts of a layer at once; imported only when chosen.
 CORE_MAY_USE_ARRAYS = {
+    "foresight.py": {"numpy"},
     "reuse.py": {"numpy", "numpy.typing"},
     "scored_policy.py": {"numpy", "numpy.typing"},
 }

@@ -33,6 +33,7 @@ from orchestrator.core.fill_choice import FillBehind, FillChoice
 from orchestrator.core.fluid_split import FluidSplit
 from orchestrator.core.planner import DemandMemory
 from orchestrator.core.policies import POLICY_NAMES, DeferringPolicy, make_policy
+from orchestrator.native_reuse import load_kernel
 from orchestrator.simulate.bounds import shape_of
 from orchestrator.simulate.profiles import load_profile
 from orchestrator.simulate.study import parse_slots
@@ -45,7 +46,7 @@ class Bench:
 
     def __init__(self, trace, policy, num_slots, costs):
         shape = shape_of(trace)
-        self.policy = make_policy(policy, shape)
+        self.policy = make_policy(policy, shape, load_kernel())
         self.is_deferring = isinstance(self.policy, DeferringPolicy)
         self.directory = ExpertDirectory(num_slots, self.policy)
         self.memory = DemandMemory(num_slots + 8 * shape.num_layers * shape.top_k)

@@ -47,6 +47,7 @@ from orchestrator.lifelines import Lifelines
 from orchestrator.load_progress import LoadProgress, tell_errors
 from orchestrator.loading import LoaderFault, load_store
 from orchestrator.log_file import LogFile
+from orchestrator.native_reuse import load_kernel
 from orchestrator.requests import RequestBook
 from orchestrator.residency import HERALDS, TABLE_COMMANDS, ResidencyBoard
 from orchestrator.set_up import (
@@ -241,7 +242,7 @@ class Engine:
         config = core_config(self.settings, self._layout, self._num_slots, self._text_model.context)
         self._is_calibrated = config.costs is not None
         try:
-            self._core = Core(config)
+            self._core = Core(config, load_kernel())
         except ValueError as error:
             raise UserError(f"The pipeline cannot run this way: {error}.") from None
         self._clients.open(

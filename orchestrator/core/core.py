@@ -50,6 +50,7 @@ from protocol.messages import (
 
 if TYPE_CHECKING:
     from orchestrator.core.events import CoreCommand, CoreConfig, CoreEvent
+    from orchestrator.core.reuse import LearnKernel
     from protocol.messages import RequestId, Role, SequenceId
 
 
@@ -61,13 +62,14 @@ class Core:
         InvariantBroken: a bug in here.
     """
 
-    def __init__(self, config: CoreConfig) -> None:
-        """ValueError with one sentence if the configuration makes no sense."""
+    def __init__(self, config: CoreConfig, kernel: LearnKernel | None = None) -> None:
+        """`kernel`: for policies that learn quicker with one. ValueError with one sentence if the
+        configuration makes no sense."""
         self._roster = Roster(config.num_slots, config.host_bytes_per_s, config.link_bytes_per_s)
         self._scheduler = Scheduler(
             config.max_rows, config.max_sequence_tokens, config.max_num_seqs
         )
-        self._dispatch = ExpertDispatch(config, self._roster)
+        self._dispatch = ExpertDispatch(config, self._roster, kernel)
         self._missing_role: Role | None = None
         self._num_ignored = 0
 

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         Retired,
     )
     from orchestrator.core.fluid_split import BranchCosts
+    from orchestrator.core.reuse import LearnKernel
     from orchestrator.core.scheduler import Flight
     from orchestrator.core.workers import Roster
     from protocol.messages import (
@@ -81,10 +82,13 @@ class ExpertDispatch(ExpertPlacement):
         "_unanswered",
     )
 
-    def __init__(self, config: CoreConfig, roster: Roster) -> None:
+    def __init__(
+        self, config: CoreConfig, roster: Roster, kernel: LearnKernel | None = None
+    ) -> None:
         """ValueError if a policy, planner or mode is unknown, or a number is out of range."""
         shape = DemandShape(config.num_layers, config.num_experts, config.top_k)
-        policy = make_policy(config.policy, shape if config.num_experts else UNKNOWN_SHAPE)
+        known = shape if config.num_experts else UNKNOWN_SHAPE
+        policy = make_policy(config.policy, known, kernel)
         memory = DemandMemory(
             config.num_slots + _REMEMBERED_TOKENS * config.num_layers * config.top_k
         )

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from orchestrator.core.foresight import Foresight
+    from orchestrator.core.reuse import LearnKernel
     from protocol.messages import ExpertId, ExpertKey, LayerId
 
 
@@ -163,27 +164,33 @@ class DemandShape(msgspec.Struct, frozen=True):
     top_k: int
 
 
-def _lfu(shape: DemandShape) -> EvictionPolicy:
+def _lfu(shape: DemandShape, kernel: LearnKernel | None) -> EvictionPolicy:
     from orchestrator.core.scored_policy import DecayedLfu
 
     return DecayedLfu(shape.num_layers, shape.num_experts, shape.top_k)
 
 
-def _reuse(shape: DemandShape) -> EvictionPolicy:
+def _reuse(shape: DemandShape, kernel: LearnKernel | None) -> EvictionPolicy:
     from orchestrator.core.reuse import Reuse
 
-    return Reuse(shape.num_layers, shape.num_experts, shape.top_k)
+    return Reuse(shape.num_layers, shape.num_experts, shape.top_k, kernel=kernel)
 
 
-def _reuse_tables(shape: DemandShape) -> EvictionPolicy:
+def _reuse_tables(shape: DemandShape, kernel: LearnKernel | None) -> EvictionPolicy:
     from orchestrator.core.reuse import DEFAULT_NUM_TABLES, Reuse
 
-    return Reuse(shape.num_layers, shape.num_experts, shape.top_k, num_tables=DEFAULT_NUM_TABLES)
+    return Reuse(
+        shape.num_layers,
+        shape.num_experts,
+        shape.top_k,
+        num_tables=DEFAULT_NUM_TABLES,
+        kernel=kernel,
+    )
 
 
-_POLICIES: dict[str, Callable[[DemandShape], EvictionPolicy]] = {
-    "lru": lambda shape: Lru(),
-    "lru-layer": lambda shape: LruLayer(),
+_POLICIES: dict[str, Callable[[DemandShape, LearnKernel | None], EvictionPolicy]] = {
+    "lru": lambda shape, kernel: Lru(),
+    "lru-layer": lambda shape, kernel: LruLayer(),
     "lfu": _lfu,
     "reuse": _reuse,
     "reuse-tables": _reuse_tables,
@@ -194,17 +201,20 @@ UNKNOWN_SHAPE = DemandShape(0, 0, 0)
 POLICY_NAMES: tuple[str, ...] = tuple(sorted(_POLICIES))
 
 
-def make_policy(name: str, shape: DemandShape = UNKNOWN_SHAPE) -> EvictionPolicy:
+def make_policy(
+    name: str, shape: DemandShape = UNKNOWN_SHAPE, kernel: LearnKernel | None = None
+) -> EvictionPolicy:
     """A fresh policy by its command-line name; ValueError names the known ones.
 
-    Without ``shape`` a policy that needs it learns it from what it sees, and starts worse.
+    Without ``shape`` a policy that needs it learns it from what it sees, and starts worse; with a
+    ``kernel`` the policies that have use for it learn quicker.
     """
     try:
         factory = _POLICIES[name]
     except KeyError:
         known = ", ".join(POLICY_NAMES)
         raise ValueError(f"unknown eviction policy {name!r}; known: {known}") from None
-    return factory(shape)
+    return factory(shape, kernel)
 
 
 def make_foresight(shape: DemandShape, num_ahead: int) -> Foresight:

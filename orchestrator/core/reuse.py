@@ -37,6 +37,8 @@ float64, because 32 logs per expert would cost more than all the rest.
 time between router and experts than it gains (0.001 to 0.01 of hit rate on gpt-oss-20b). So
 `layer_step` takes a note and `settle` learns.
 
+The same in one compiled pass is a *kernel* that whoever makes the policy may hand in.
+
 A batch of rows (a prefill) counts in the frequencies but teaches no pairs: which of its rows chose
 what is not known here.
 
@@ -47,14 +49,14 @@ models and tested on four others. They are the same for every model.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from orchestrator.core.scored_policy import ScoredPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
@@ -79,6 +81,44 @@ _LEAST_PRODUCT = math.exp(-EVIDENCE_LIMIT / EVIDENCE_WEIGHT)
 _DISCOUNT = math.exp(-1 / DISCOUNT_TOKENS)
 
 
+class LearnArrays(NamedTuple):
+    """What a kernel learns into; C order, shapes as in native/reuse.cpp."""
+
+    num_layers: int
+    num_experts: int
+    num_tables: int
+    top_k: int
+    max_chosen: int
+    state: Singles
+    decay: Singles
+    floors: Singles
+    weights: Singles
+    odds_factor: float
+    discount: float
+    discount_tokens: float
+    table_prior: float
+    evidence_floor: float
+    evidence_weight: float
+    least_product: float
+    tables: Singles
+    pairs: Singles
+    num_choices: Floats
+    latest: npt.NDArray[np.int32]
+    sources: npt.NDArray[np.int32]
+    is_placed: npt.NDArray[np.bool_]
+    worth: Floats
+    rank: Floats
+    odds: Singles
+    products: Floats
+
+
+class LearnKernel(Protocol):
+    """Learns a layer-step as `Reuse` does with numpy, quicker."""
+
+    def bind(self, arrays: LearnArrays, /) -> Callable[[int, Sequence[int], float], None]:
+        """`learn(layer, experts chosen, number of the layer-step)` on these arrays."""
+
+
 class Reuse(ScoredPolicy):
     """Least expected discounted reuse first; see the module for the formulas."""
 
@@ -88,7 +128,9 @@ class Reuse(ScoredPolicy):
         "_decay",
         "_floors",
         "_is_placed",
+        "_kernel",
         "_latest",
+        "_learn_native",
         "_log_weights",
         "_noted",
         "_num_choices",
@@ -112,13 +154,16 @@ class Reuse(ScoredPolicy):
         top_k: int = 0,
         *,
         num_tables: int = 0,
+        kernel: LearnKernel | None = None,
     ) -> None:
         """`num_tables` source layers, 0 for the table-free form: memory of the tables is
-        num_layers x num_tables x num_experts^2 x 4 bytes."""
+        num_layers x num_tables x num_experts^2 x 4 bytes. Without a `kernel` numpy learns."""
         super().__init__(num_layers, num_experts, top_k)
         if num_tables < 0:
             raise ValueError(f"{num_tables} tables are not possible")
         self._num_tables = num_tables
+        self._kernel = kernel
+        self._learn_native: Callable[[int, Sequence[int], float], None] | None = None
         self._tick = 0
         self._noted: tuple[LayerId, Sequence[ExpertId]] | None = None
         self._state: Singles
@@ -140,8 +185,12 @@ class Reuse(ScoredPolicy):
 
     def _learn(self, layer: LayerId, experts: Sequence[ExpertId]) -> None:
         self._make_room(layer, max(experts, default=0))
-        chosen = np.array(experts, dtype=np.intp)
         self._tick += 1
+        if self._learn_native is not None:
+            self._learn_native(layer, experts, self._tick)
+            self._stale.add(layer)
+            return
+        chosen = np.array(experts, dtype=np.intp)
         self._count(layer, chosen)
         buffer, odds, value = self._buffer, self._odds, self._value
         np.add(self._state[layer, :3], self._floors, out=buffer)
@@ -291,3 +340,38 @@ class Reuse(ScoredPolicy):
         self._value: Singles = np.zeros(num_experts, single)
         self._spare: Singles = np.zeros(num_experts, single)
         self._products: Floats = np.zeros(num_experts)
+        if self._kernel is not None and num_layers and num_experts:
+            self._learn_native = self._kernel.bind(self._arrays())
+
+    def _arrays(self) -> LearnArrays:
+        """For a kernel; it keeps what was chosen lately in arrays of its own."""
+        max_chosen = max(2 * self._top_k, 1)
+        num_layers, num_tables = self._num_layers, self._num_tables
+        return LearnArrays(
+            num_layers,
+            self._num_experts,
+            num_tables,
+            self._top_k,
+            max_chosen,
+            self._state,
+            self._decay[:3, 0].copy(),
+            self._floors[:, 0].copy(),
+            self._log_weights,
+            self._odds_factor,
+            _DISCOUNT,
+            DISCOUNT_TOKENS,
+            TABLE_PRIOR,
+            EVIDENCE_FLOOR,
+            EVIDENCE_WEIGHT,
+            _LEAST_PRODUCT,
+            self._tables,
+            self._pairs,
+            np.array(self._num_choices),
+            np.zeros((num_layers, 1 + max_chosen), np.int32),
+            np.zeros((num_layers, 1 + max(num_tables, 1) * max_chosen), np.int32),
+            self._is_placed,
+            self._worth,
+            self._rank,
+            self._odds,
+            self._products,
+        )

@@ -20,6 +20,7 @@ from orchestrator.core.fill_choice import DEFAULT_MAX_BEHIND, FillBehind, FillCh
 from orchestrator.core.foresight import Foresight
 from orchestrator.core.planner import DemandMemory
 from orchestrator.core.policies import DeferringPolicy, DemandShape, make_policy
+from orchestrator.native_reuse import load_kernel
 from orchestrator.simulate.machine import VirtualMachine
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Replay:
         """`prefetch`: layers ahead, 0 for none. ValueError if the policy is unknown or there is no
         slot."""
         self._shape = shape
-        eviction = make_policy(policy, shape)
+        eviction = make_policy(policy, shape, load_kernel())
         self.directory = ExpertDirectory(num_slots, eviction)
         self._deferring = eviction if isinstance(eviction, DeferringPolicy) else None
         self._planner = planner

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from orchestrator.core.policies import DemandShape, WorthPolicy, make_policy
 from orchestrator.core.reuse import Reuse
 from orchestrator.core.scored_policy import DecayedLfu
+from orchestrator.native_reuse import load_kernel
 from tests.core.reference_reuse import ReferenceReuse
 
 
@@ -28,6 +29,10 @@ def steps_of(seed: int, num_tokens: int, layers: int, experts: int, top_k: int) 
     return steps
 
 
+KERNELS = {"numpy": None} | ({"native": load_kernel()} if load_kernel() else {})
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("num_tables", [0, 1, 2, 4])
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
@@ -37,11 +42,11 @@ def steps_of(seed: int, num_tokens: int, layers: int, experts: int, top_k: int) 
     top_k=st.integers(1, 2),
 )
 def test_worths_are_those_of_the_formulas(
-    num_tables: int, seed: int, layers: int, experts: int, top_k: int
+    num_tables: int, kernel: str, seed: int, layers: int, experts: int, top_k: int
 ) -> None:
     if num_tables > layers:
         return  # a layer would be its own source twice
-    real = Reuse(layers, experts, top_k, num_tables=num_tables)
+    real = Reuse(layers, experts, top_k, num_tables=num_tables, kernel=KERNELS[kernel])
     reference = ReferenceReuse(layers, experts, top_k, num_tables)
     for layer, chosen in steps_of(seed, 12, layers, experts, top_k):
         real.layer_step(layer, chosen)

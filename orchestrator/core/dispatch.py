@@ -48,7 +48,6 @@ if TYPE_CHECKING:
         CoreCommand,
         CoreConfig,
         Passed,
-        Retired,
     )
     from orchestrator.core.fluid_split import BranchCosts
     from orchestrator.core.reuse import LearnKernel
@@ -261,21 +260,6 @@ class ExpertDispatch(ExpertPlacement):
         self._counters.hits += len(keys)
         self.num_joined += 1
         return True
-
-    def foreseen(self, foreseen: Foreseen, commands: list[CoreCommand]) -> bool:
-        """Fill an expert that nobody waits for. False if it has a slot or none is to be had."""
-        key, link = (foreseen.layer, foreseen.expert), self._roster.link_epoch
-        if link is None or self.directory.state_of(key) is not None:
-            return False
-        work = self.work
-        if work is not None and (work.unfilled or foreseen.layer == work.layer):
-            return False  # demand goes first
-        return self._begin_behind(key, link, commands)
-
-    def retired(self, retired: Retired, commands: list[CoreCommand]) -> bool:
-        """No use of the slot's last expert goes on. False if that was known."""
-        link = self._roster.link_epoch
-        return link is not None and self._background.retired(retired.copy, link, commands)
 
     def copied(self, copied: Copied, commands: list[CoreCommand]) -> bool:
         """A fill has landed: run its expert. False if nobody waits for this copy."""

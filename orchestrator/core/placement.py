@@ -23,7 +23,7 @@ from protocol.messages import Copy, CopyId, Execute, Run
 if TYPE_CHECKING:
     from orchestrator.core.adaptive_split import AdaptiveSplit
     from orchestrator.core.directory import ExpertDirectory
-    from orchestrator.core.events import CoreCommand
+    from orchestrator.core.events import CoreCommand, Foreseen, Retired
     from orchestrator.core.layer_step import LayerStep
     from orchestrator.core.scheduler import Flight
     from orchestrator.core.workers import Roster
@@ -67,6 +67,25 @@ class ExpertPlacement:
     def _is_guest(self) -> bool:
         """Whether the step in flight must not cost others their experts."""
         return self._flight is not None and self._flight.is_guest
+
+    # ---- fills that nobody waits for ----
+
+    def foreseen(self, foreseen: Foreseen, commands: list[CoreCommand]) -> bool:
+        """Fill an expert that nobody waits for. False if it has a slot or none is to be had."""
+        key, link = (foreseen.layer, foreseen.expert), self._roster.link_epoch
+        if link is None or self.directory.state_of(key) is not None:
+            return False
+        work = self.work
+        if work is not None and (work.unfilled or foreseen.layer == work.layer):
+            return False  # demand goes first
+        return self._begin_behind(key, link, commands)
+
+    def retired(self, retired: Retired, commands: list[CoreCommand]) -> bool:
+        """No use of the slot's last expert goes on. False if that was known."""
+        link = self._roster.link_epoch
+        return link is not None and self._background.retired(retired.copy, link, commands)
+
+    # ---- its verbs ----
 
     def _adopt(self, work: LayerStep, key: ExpertKey) -> None:
         """A fill in the background turns out to be one that is waited for."""

@@ -23,6 +23,7 @@ from expert_kernels.probe import measure_rate
 from expert_kernels.reference import TORCH_DTYPE, use_one_thread
 from expert_kernels.step_rows import ActivationViews, StepRows, as_tensor, run_expert
 from expert_store.segment import StoreView
+from protocol.completions import Completion, Completions
 from protocol.errors import ProtocolError
 from protocol.messages import Execute, Executed
 from protocol.step_segment import ACTIVATIONS, WEIGHTS
@@ -64,6 +65,7 @@ class CpuWorker:
         self._function = make_expert_function(self.layout, max_isa=max_isa, num_threads=num_threads)
         self._tensors: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         self._epoch = link.epoch
+        self._completions = Completions.of(link)
         self.num_threads = num_threads
         # The native function has threads of its own.
         self.pool = ExpertPool(1 if self._function.takes_whole_steps else num_threads)
@@ -91,15 +93,28 @@ class CpuWorker:
             self._function.run_step(rows, command.experts, tensors)
         else:
             self.pool.run(command.experts, partial(self._run, rows, command.layer), num_bytes)
+        ended_ns = time.monotonic_ns()
+        self._tell(command, started_ns, ended_ns)
         return Executed(
             self._epoch,
             command.step,
             command.layer,
             command.experts,
             started_ns,
-            time.monotonic_ns(),
+            ended_ns,
             num_bytes,
         )
+
+    def _tell(self, command: Execute, started_ns: int, ended_ns: int) -> None:
+        """Tell a gpu_worker that waits, before the message to the orchestrator."""
+        if self._completions is None:
+            return
+        completion = Completion(-1, self._epoch, started_ns, ended_ns)
+        for expert in command.experts:
+            self._completions.write(
+                command.step, command.layer, expert, completion, is_waking=False
+            )
+        self._completions.wake()
 
     def drop(self, reason: str) -> None:
         """Count a command that is not obeyed; the first one is worth a warning."""

@@ -23,6 +23,7 @@ from dma_worker.cuda_copier import CudaCopier, CudaDevice
 from dma_worker.probe import NUM_SCRATCH_SLOTS, measure_rate
 from expert_kernels.cuda_runtime import CudaError, CudaRuntime
 from expert_store.segment import StoreView
+from protocol.completions import Completion, Completions
 from protocol.errors import ProtocolError
 from protocol.messages import Arena, AttachArena, Copied, Copy, CopyId, DetachArena
 from protocol.step_segment import ARENA, WEIGHTS
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from dma_worker.copier import Copier
+    from expert_kernels.cuda_copy import DoneCopy
     from protocol.messages import WorkerCommand
     from protocol.worker_life import WorkerLink
 
@@ -68,6 +70,9 @@ class DmaWorker:
                 lambda done, total: link.progress(done, total, "pinning expert weights"),
             )
         self._num_slots = 0
+        self._completions = Completions.of(link)
+        #: Copies under way that a step waits for.
+        self._awaited: dict[int, Copy] = {}
         self.copier: CopyQueue | None = None
         self.num_dropped = 0
 
@@ -102,6 +107,8 @@ class DmaWorker:
                 if reason is not None:
                     self._drop(reason)
                 elif self.copier is not None:
+                    if command.step and self._completions is not None:
+                        self._awaited[command.copy] = command
                     self.copier.submit(
                         command.copy,
                         command.layer,
@@ -121,6 +128,7 @@ class DmaWorker:
         """Report the copies that have ended; True when there were any."""
         done = self.copier.poll() if self.copier is not None else []
         for copy in done:
+            self._tell(copy)
             self._link.send(
                 Copied(
                     self._link.epoch,
@@ -132,8 +140,16 @@ class DmaWorker:
             )
         return bool(done)
 
+    def _tell(self, done: DoneCopy) -> None:
+        """Tell a gpu_worker that waits, before the message to the orchestrator."""
+        copy = self._awaited.pop(done.tag, None)
+        if copy is not None and self._completions is not None:
+            completion = Completion(copy.slot, self._link.epoch, done.started_ns, done.ended_ns)
+            self._completions.write(copy.step, copy.layer, copy.expert, completion)
+
     def detach(self) -> None:
         """Let go of the arena; copies in flight are void."""
+        self._awaited.clear()
         if self.copier is not None:
             self.copier.close()
             self.copier = None

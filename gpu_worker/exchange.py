@@ -1,10 +1,17 @@
-"""One layer-step as the gpu_worker lives it: say what was routed, do what is told, join.
+"""One layer-step as the gpu_worker lives it: say what was routed, see it done, join.
 
     look at the table       every expert is in a slot: compute, join, leave a report, go on
     publish rows            hidden rows and choices in the activation segment, header last
     -> Routed               the orchestrator decides who computes what
-    <- Run experts, slots   compute them; -> Ran when their slots are no longer read
-    <- Run ... join         that was the last part: add up and go on with the model
+    <- Run experts, slots   those are hits: compute them
+    words in shared memory  an expert lies in this slot: compute it; or its rows are there
+    all parts are in        add up and go on with the model
+
+Where no completions segment is granted, `Run` names fills as well, and the last one says `join`.
+
+While it waits, the worker looks at the words for `SPIN_US`, then sleeps until a word or a command
+wakes it. Slots that a `Run` or a word named are read until they are reported: in the ring of the
+residency segment, or by `Ran` where slots are short (`is_ran_wanted`) or there is no ring.
 
 Other commands may arrive between these (a sequence to drop, a copy to make); they go to `on_other`.
 What belongs to another step or layer is late or lost, and dropped: commands are idempotent, and the
@@ -18,25 +25,32 @@ import time
 from typing import TYPE_CHECKING
 
 from protocol.errors import ProtocolError
-from protocol.messages import LayerId, Ran, Routed, Run, StartStep, StepId
+from protocol.messages import ExpertId, LayerId, Ran, Routed, Run, SlotId, StartStep, StepId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
     from gpu_worker.routing_replay import RoutingReplay
     from gpu_worker.rows import Rows
-    from protocol.messages import ExpertId, WorkerCommand, WorkerEvent
+    from protocol.completions import Completions
+    from protocol.messages import WorkerCommand, WorkerEvent
     from protocol.residency import ResidencyReader
     from protocol.worker_life import WorkerLink
+
+#: Look for finished parts without sleeping for this long. About what being woken costs; longer
+#: would take the processor from those who are to finish them.
+SPIN_US = 30
 
 
 class Exchange:
     """Gets routed experts computed, one layer after the other, for one step at a time.
 
-    `receive` returns the next command that is meant for this incarnation of the worker. Without a
-    `residency` table every layer is asked for. With a `replay` it has the say, not the router.
+    `receive(wake_fd)` returns the next command that is meant for this incarnation of the worker, or
+    None when `wake_fd` became readable before one came; with -1 it waits for a command. Without a
+    `residency` table every layer is asked for; without `completions`, or without a table, the
+    orchestrator says when to join. With a `replay` it has the say, not the router.
     """
 
     def __init__(
@@ -45,10 +59,11 @@ class Exchange:
         rows: Rows,
         top_k: int,
         num_slots: int,
-        receive: Callable[[], WorkerCommand],
+        receive: Callable[[int], WorkerCommand | None],
         on_other: Callable[[WorkerCommand], None],
         residency: ResidencyReader | None = None,
         replay: RoutingReplay | None = None,
+        completions: Completions | None = None,
     ) -> None:
         self._epoch = link.epoch
         self._send: Callable[[WorkerEvent], None] = link.send
@@ -59,9 +74,13 @@ class Exchange:
         self._on_other = on_other
         self._residency = residency
         self._replay = replay
+        self._all_completions = completions
         self._table: ResidencyReader | None = None
+        self._completions: Completions | None = None
         self._step = StepId(-1)
         self._rows_apart = False
+        self._layer = LayerId(-1)
+        self._is_ran_wanted = False
         self.joined_ns = 0
         #: Commands of another step or layer.
         self.num_stale = 0
@@ -74,10 +93,11 @@ class Exchange:
         self.joined_ns = 0
         table = self._residency
         self._table = table if table is not None and table.epoch == self._epoch else None
+        self._completions = None if self._table is None else self._all_completions
 
     @property
     def num_reports(self) -> int:
-        """Layers reported in shared memory so far: what every event of a step says."""
+        """Reports left in shared memory so far: what every event of a step says."""
         return 0 if self._table is None else self._table.num_reports
 
     def __call__(
@@ -89,6 +109,7 @@ class Exchange:
             ProtocolError: a command that cannot be followed.
             OrchestratorGone: nobody is there to say who computes what.
         """
+        routed_ns = time.monotonic_ns()
         if choices.shape[1] != self._top_k:
             raise ProtocolError(
                 f"the router of MoE layer {layer} chose {choices.shape[1]} experts per row, "
@@ -96,37 +117,67 @@ class Exchange:
             )
         if self._replay is not None:
             choices = self._replay.choices(layer, choices)
-        routed_ns = time.monotonic_ns()
-        step, started_ns = self._step, 0
-        counts = self._rows.route(hidden, choices, rows_apart=self._rows_apart)
+        rows, table = self._rows, self._table
+        counts = rows.route(hidden, choices, rows_apart=self._rows_apart)
         experts = list(counts)
-        table = self._table
-        if table is not None:
-            slots = table.look(layer, experts)
-            if slots is not None:
-                started_ns = time.monotonic_ns()
-                self._rows.compute(experts, slots)  # type: ignore[arg-type]
-                output = self._rows.join(weights, hidden.dtype)
-                ended_ns = self._rows.wait_computed()
-                times_ns = (routed_ns, started_ns, ended_ns, self.joined_ns)
-                table.report(self._epoch, step, layer, experts, list(counts.values()), times_ns)
-                self.joined_ns = time.monotonic_ns()
-                return output
-        self._rows.publish(step, layer)
+        slots = None if table is None else table.look(layer, experts)
+        if table is not None and slots is not None:
+            started_ns = time.monotonic_ns()
+            rows.compute(experts, slots)  # type: ignore[arg-type]
+            output = rows.join(weights, hidden.dtype)
+            ended_ns = rows.wait_computed()
+            times_ns = (routed_ns, started_ns, ended_ns, self.joined_ns)
+            table.report(self._epoch, self._step, layer, experts, list(counts.values()), times_ns)
+        else:
+            rows.publish(self._step, layer)
+            self._ask(LayerId(layer), counts, routed_ns)
+            output = self._share(counts, weights, hidden.dtype)
+        self.joined_ns = time.monotonic_ns()
+        return output
+
+    def _ask(self, layer: LayerId, counts: dict[ExpertId, int], routed_ns: int) -> None:
+        self._layer = layer
+        self._is_ran_wanted = self._completions is None
         self._send(
             Routed(
                 self._epoch,
-                step,
-                LayerId(layer),
-                experts,
+                self._step,
+                layer,
+                list(counts),
                 list(counts.values()),
                 routed_ns,
                 self.joined_ns,
                 self.num_reports,
+                self._completions is not None,
             )
         )
-        while True:
-            command = self._receive()
+
+    def _share(
+        self, counts: dict[ExpertId, int], weights: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Compute what is in slots, until every part is in, here or elsewhere; join."""
+        step, layer, completions = self._step, self._layer, self._completions
+        missing = dict.fromkeys(counts)
+        wake_fd, spin_us = -1, SPIN_US
+        if completions is not None:
+            wake_fd = completions.wake_fd
+        while missing:
+            if completions is not None:
+                landed = completions.spin(step, layer, missing, spin_us)
+                spin_us = 0  # once per rest: what follows a sleep looks once
+                if landed:
+                    for expert, _ in landed:
+                        del missing[ExpertId(expert)]
+                    fills = [(ExpertId(e), SlotId(slot)) for e, slot in landed if slot >= 0]
+                    if fills:
+                        self._compute(*zip(*fills, strict=True))
+                        spin_us = SPIN_US
+                    continue
+            command = self._receive(wake_fd)
+            if command is None:
+                assert completions is not None  # nobody else wakes
+                completions.forget_wakes()
+                continue
             if type(command) is not Run:
                 if type(command) is StartStep:
                     raise ProtocolError(
@@ -137,28 +188,54 @@ class Exchange:
             if command.step != step or command.layer != layer:
                 self.num_stale += 1
                 continue
-            if command.experts:
-                self._check(command, counts)
-                started_ns = time.monotonic_ns()
-                self._rows.compute(command.experts, command.slots)
-            joined = self._rows.join(weights, hidden.dtype) if command.join else None
-            if joined is not None:
-                self.joined_ns = time.monotonic_ns()
-            if command.experts:
-                ended_ns = self._rows.wait_computed()
-                self._send(
-                    Ran(
-                        self._epoch,
-                        step,
-                        command.layer,
-                        command.experts,
-                        started_ns,
-                        ended_ns,
-                        self.num_reports,
-                    )
-                )
-            if joined is not None:
-                return joined
+            output = self._run(command, counts, missing, weights, dtype)
+            if output is not None:
+                return output
+        return self._rows.join(weights, dtype)
+
+    def _run(
+        self,
+        command: Run,
+        counts: dict[ExpertId, int],
+        missing: dict[ExpertId, None],
+        weights: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """Follow one `Run`; the joined rows if it says so."""
+        if command.is_ran_wanted and not self._is_ran_wanted:
+            self._is_ran_wanted = True
+            if not command.experts:  # what is in the ring is heard with it
+                self._send(Ran(self._epoch, self._step, self._layer, [], 0, 0, self.num_reports))
+        started_ns = 0
+        if command.experts:
+            self._check(command, counts)
+            for expert in command.experts:
+                missing.pop(expert, None)
+            started_ns = time.monotonic_ns()
+            self._rows.compute(command.experts, command.slots)
+        output = self._rows.join(weights, dtype) if command.join else None
+        if command.experts:
+            self._report(command.experts, started_ns)
+        return output
+
+    def _compute(self, experts: Sequence[ExpertId], slots: Sequence[SlotId]) -> None:
+        for slot in slots:
+            if slot >= self._num_slots:
+                raise ProtocolError(f"an expert was said to be in slot {slot} of {self._num_slots}")
+        started_ns = time.monotonic_ns()
+        self._rows.compute(experts, slots)
+        self._report(list(experts), started_ns)
+
+    def _report(self, experts: list[ExpertId], started_ns: int) -> None:
+        """Say that the slots of the last computation are no longer read."""
+        ended_ns = self._rows.wait_computed()
+        epoch, step, layer, table = self._epoch, self._step, self._layer, self._table
+        if (
+            self._is_ran_wanted
+            or table is None
+            or not table.ran(epoch, step, layer, experts, started_ns, ended_ns)
+        ):
+            self._send(Ran(epoch, step, layer, experts, started_ns, ended_ns, self.num_reports))
 
     def _check(self, command: Run, counts: dict[ExpertId, int]) -> None:
         if len(command.experts) != len(command.slots):

@@ -12,6 +12,7 @@ import functools
 import gc
 import logging
 import os
+import select
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ from gpu_worker.rows import HostRows, weighted_sum
 from gpu_worker.sampler import LogitsError, digest, sample, scores_of
 from gpu_worker.sequences import Sequences
 from gpu_worker.slots import SharedSlots
+from protocol.completions import Completions
 from protocol.errors import ProtocolError, UserError
 from protocol.membarrier import MemoryBarrier
 from protocol.messages import (
@@ -83,6 +85,7 @@ class GpuWorker:
         copier: InProcessCopier | None = None,
         residency: ResidencyReader | None = None,
         replay: RoutingReplay | None = None,
+        completions: Completions | None = None,
     ) -> None:
         self._link = link
         self._model = model
@@ -94,10 +97,11 @@ class GpuWorker:
             rows,
             layout.top_k,
             slots.arena.num_slots,
-            self._receive,
+            self._receive_or_wake,
             self._other,
             residency,
             replay,
+            completions,
         )
         self._replay = replay
         #: Sequences of the step under way, and those of them to be dropped after it.
@@ -210,17 +214,24 @@ class GpuWorker:
     def _receive(self) -> WorkerCommand:
         """The next command of this epoch; reports finished copies of our own while it waits."""
         while True:
+            command = self._receive_or_wake(-1)
+            if command is not None:
+                return command
+
+    def _receive_or_wake(self, wake_fd: int) -> WorkerCommand | None:
+        """The same, or None once `wake_fd` can be read (-1: only a command will do)."""
+        while True:
             if self._copier is None:
-                command = self._link.receive()
+                command = self._link.receive(None, wake_fd)
             else:
-                command = self._receive_while_copying(self._copier)
+                command = self._receive_while_copying(self._copier, wake_fd)
             if command is None:
-                continue
+                return None
             if not isinstance(command, Refused) and command.epoch == self._link.epoch:
                 return command
             self.num_dropped += 1
 
-    def _receive_while_copying(self, copier: InProcessCopier) -> WorkerCommand | None:
+    def _receive_while_copying(self, copier: InProcessCopier, wake_fd: int) -> WorkerCommand | None:
         spin_until_s = time.monotonic() + _SPIN_S
         while True:
             for done in copier.finished():
@@ -230,11 +241,13 @@ class GpuWorker:
                     )
                 )
             if not copier.num_pending:
-                return self._link.receive()
+                return self._link.receive(None, wake_fd)
             is_spinning = time.monotonic() < spin_until_s
             command = self._link.receive(0.0 if is_spinning else _NAP_S)
             if command is not None:
                 return command
+            if wake_fd >= 0 and select.select([wake_fd], [], [], 0)[0]:
+                return None
             os.sched_yield()
 
 
@@ -294,7 +307,10 @@ def serve(
             model.warm_up()
             set_up_dense_path(model, dense_path or setup.dense_path, link.progress)
             replay = RoutingReplay.of(link, layout.num_layers, layout.num_experts, device)
-            worker = GpuWorker(link, model, rows, slots, layout, copier, _residency(link), replay)
+            completions = Completions.of(link)
+            worker = GpuWorker(
+                link, model, rows, slots, layout, copier, _residency(link), replay, completions
+            )
             gc.enable()
             gc.collect()
             gc.freeze()  # what was loaded stays: no collection needs to look at it again

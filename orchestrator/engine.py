@@ -27,6 +27,7 @@ import msgspec
 from orchestrator.clients import Client, Clients
 from orchestrator.core.core import Core
 from orchestrator.core.events import (
+    AllIn,
     ArmTaken,
     CoreEvent,
     CoreSnapshot,
@@ -40,6 +41,7 @@ from orchestrator.core.events import (
     Withdraw,
     WorkerFault,
 )
+from orchestrator.data_plane import DataPlane
 from orchestrator.front import Front, Loaded
 from orchestrator.hub import ADDRESSED, Hub, Worker
 from orchestrator.latency_log import LatencyFold, WorkerRecord
@@ -49,14 +51,7 @@ from orchestrator.loading import LoaderFault, load_store
 from orchestrator.log_file import LogFile
 from orchestrator.native_reuse import load_kernel
 from orchestrator.requests import RequestBook
-from orchestrator.residency import HERALDS, TABLE_COMMANDS, ResidencyBoard
-from orchestrator.set_up import (
-    check_settings,
-    core_config,
-    log_header,
-    make_segments,
-    worker_setup,
-)
+from orchestrator.set_up import check_settings, core_config, log_header, make_segments, worker_setup
 from orchestrator.settings import PipelineSettings, count_slots
 from orchestrator.standing import status_of
 from orchestrator.supervisor import Supervisor
@@ -112,7 +107,7 @@ class Engine:
         self.loaded: Loaded | None = None
         self._num_slots = 0
         self._is_calibrated = False
-        self._board: ResidencyBoard
+        self._plane: DataPlane
         self._channel: RouterChannel[WorkerEvent | ClientRequest]
         self._lifelines: Lifelines
         self._hub: Hub
@@ -224,7 +219,9 @@ class Engine:
             self._recorder = TraceRecorder(settings.record_routing, layout)
             stack.callback(self._recorder.close)
         segments, fds = make_segments(settings, layout, self._num_slots, weights_fd, stack)
-        self._board = ResidencyBoard.open(segments, fds, self._loop.call_later, self._deliver)
+        self._plane = DataPlane(
+            segments, fds, layout.block_bytes, self._loop.call_later, self._deliver
+        )
         self._begin_log()
         self._status_text = "waiting for workers"
         gc.collect()
@@ -232,7 +229,7 @@ class Engine:
         self._lifelines.open(segments, fds)
         while True:
             await asyncio.sleep(_TICK_S)
-            if self._board.has_moved():
+            if self._plane.has_moved():
                 self._hub.heard_of("gpu_worker")
             self._hub.condemn_hung(settings.worker_timeout_s)
             if self._log_file is not None:
@@ -273,14 +270,13 @@ class Engine:
             self._hub.handle(identity, message)
 
     def _deliver(self, event: CoreEvent) -> None:
-        """Hand an event to the core and carry out what follows, one event at a time. Layers that
-        the gpu_worker reported in shared memory before it said this go first."""
-        if isinstance(event, HERALDS):
-            try:
-                self._events += self._board.before(event)
-            except ProtocolError as error:
-                self._hub.condemn(event.epoch, f"broke the protocol: it {error}")
-                return
+        """Hand an event to the core and carry out what follows, one event at a time. What was said
+        in shared memory before this goes first."""
+        try:
+            self._events += self._plane.before(event)
+        except ProtocolError as error:
+            self._hub.condemn(event.epoch, f"broke the protocol: it {error}")  # type: ignore[union-attr]
+            return
         self._events.append(event)
         if self._is_handling:
             return
@@ -304,13 +300,15 @@ class Engine:
         # Workers are told first: what is kept account of below costs them no time.
         now_ns = time.monotonic_ns()
         grammars = self._clients.grammars
+        self._plane.carry(commands)
         for command in commands:
             if grammars:
                 command = grammars.see(command, self._core.request_of)
             if isinstance(command, ADDRESSED):
                 self._hub.command(command)
-            elif isinstance(command, TABLE_COMMANDS):
-                self._board.carry(command)
+            elif isinstance(command, AllIn):
+                self._hub.expect(command)
+        self._plane.after(event)
         self.fold.event(event)
         commands += self._core.settle()
         self._events += self._core.foresee()

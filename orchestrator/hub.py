@@ -15,7 +15,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from orchestrator.core.events import CoreEvent, WorkerJoined, WorkerLost
+from orchestrator.core.events import AllIn, CoreEvent, WorkerJoined, WorkerLost
 from protocol.messages import (
     PROTOCOL_VERSION,
     AttachArena,
@@ -79,10 +79,12 @@ class Worker:
         "identity",
         "is_condemned",
         "is_ready",
+        "is_self_joining",
         "line",
         "owed",
         "quiet_since_s",
         "role",
+        "said",
     )
 
     def __init__(self, identity: bytes, line: Line, hello: Hello, epoch: Epoch) -> None:
@@ -96,6 +98,9 @@ class Worker:
         self.bytes_per_s = 0.0
         self.owed: set[tuple[object, ...]] = set()
         self.quiet_since_s = 0.0
+        #: Of a gpu_worker: the (step, layer) it asked about last, and whether it joins by itself.
+        self.said = (0, 0)
+        self.is_self_joining = False
 
     def __str__(self) -> str:
         return f"{self.role} (process {self.line.pid}, epoch {self.epoch})"
@@ -166,8 +171,14 @@ class Hub:
                 log.error("%s fails: %s", worker, event.sentence)
             case _ if not worker.is_ready:
                 self._count_drop(f"{kind.__name__} from {worker} before it was ready")
-            case Routed() | StepDone():
+            case Routed():
                 worker.owed.clear()
+                worker.said = (event.step, event.layer)
+                worker.is_self_joining = event.is_self_joining
+                self._deliver(event)
+            case StepDone():
+                worker.owed.clear()
+                worker.said = (event.step + 1, 0)
                 self._deliver(event)
             case Ran():
                 worker.owed.discard((Ran, event.step, event.layer, *event.experts))
@@ -251,7 +262,9 @@ class Hub:
     def _note_owed(self, worker: Worker, command: AddressedCommand) -> None:
         owed: tuple[object, ...]
         match command:
-            case Run(experts=experts) if experts and not command.join:
+            case Run(experts=experts) if not command.join:
+                if worker.is_self_joining and not command.is_ran_wanted:
+                    return  # it says so in the residency segment
                 owed = (Ran, command.step, command.layer, *experts)
             case Run(join=True):
                 owed = (Routed, command.step)
@@ -270,9 +283,19 @@ class Hub:
                 return
             case _:
                 return
+        self._owe(worker, owed)
+
+    def _owe(self, worker: Worker, owed: tuple[object, ...]) -> None:
         if not worker.owed:
             worker.quiet_since_s = time.monotonic()
         worker.owed.add(owed)
+
+    def expect(self, all_in: AllIn) -> None:
+        """The gpu_worker waits for nothing in this layer-step: it owes its next word, unless it is
+        beyond that already."""
+        worker = self._by_epoch.get(all_in.epoch)
+        if worker is not None and worker.said <= (all_in.step, all_in.layer):
+            self._owe(worker, (Routed, all_in.step))
 
     def condemn(self, epoch: Epoch, why: str) -> None:
         """Kill a worker that cannot go on; it is lost when its process is over."""

@@ -372,6 +372,8 @@ class LatencyFold:
         layer = self._layer
         if layer is None or layer.layer != event.layer or layer.step != event.step:
             return
+        if not event.experts:
+            return
         span = GpuSpan(list(event.experts), event.started_ns, event.ended_ns)
         is_fill = any(expert in layer.fills for expert in event.experts)
         (layer.gpu_fills if is_fill else layer.gpu_hits).append(span)
@@ -380,6 +382,9 @@ class LatencyFold:
         layer = self._layer
         if layer is None or layer.layer != event.layer or layer.step != event.step:
             return
+        for span in layer.cpu_runs:
+            if span.worker == event.epoch and event.experts[0] in span.experts:
+                return  # it was seen in shared memory, and now the message is here
         layer.cpu_runs.append(
             CpuSpan(
                 event.epoch,

@@ -96,8 +96,8 @@ class ResidencyBoard:
 
     # ---- reports ----
 
-    def before(self, event: Herald) -> list[Passed]:
-        """The layers that were passed before `event`, as far as not heard of yet.
+    def before(self, event: Herald) -> list[Passed | Ran]:
+        """What the gpu_worker reported before `event`, as far as not heard of yet.
 
         Raises:
             ProtocolError: the worker says it reported what is not there.
@@ -106,14 +106,14 @@ class ResidencyBoard:
             return self._last_reports(event.epoch)
         return self._reports(event.epoch, event.num_reports)
 
-    def _reports(self, epoch: Epoch, num_reports: int) -> list[Passed]:
+    def _reports(self, epoch: Epoch, num_reports: int) -> list[Passed | Ran]:
         if epoch != self._segment.epoch:
             if num_reports:
                 raise ProtocolError(f"has reported {num_reports} layers without a table")
             return []
-        return [_passed(report) for report in self._segment.take(num_reports)]
+        return [_event_of(report) for report in self._segment.take(num_reports)]
 
-    def _last_reports(self, epoch: Epoch) -> list[Passed]:
+    def _last_reports(self, epoch: Epoch) -> list[Passed | Ran]:
         """Everything that a gpu_worker has left behind; nothing if `epoch` was none."""
         if epoch != self._segment.epoch:
             return []
@@ -157,12 +157,16 @@ class ResidencyBoard:
             self._poll_later()
 
 
-def _passed(report: Report) -> Passed:
+def _event_of(report: Report) -> Passed | Ran:
+    epoch, step, layer = Epoch(report.epoch), StepId(report.step), LayerId(report.layer)
+    experts = [ExpertId(expert) for expert in report.experts]
+    if not any(report.num_rows):
+        return Ran(epoch, step, layer, experts, report.started_ns, report.ended_ns)
     return Passed(
-        Epoch(report.epoch),
-        StepId(report.step),
-        LayerId(report.layer),
-        [ExpertId(expert) for expert in report.experts],
+        epoch,
+        step,
+        layer,
+        experts,
         report.num_rows,
         report.routed_ns,
         report.started_ns,

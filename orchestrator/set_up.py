@@ -18,6 +18,13 @@ from orchestrator.core.policies import make_policy
 from orchestrator.core.split_rules import make_planner
 from orchestrator.latency_log import LOG_VERSION, LogHeader
 from orchestrator.settings import MANY_EXPERTS, PipelineSettings, count_slots
+from protocol.completions import (
+    MAX_LAYERS,
+    MAX_SLOTS,
+    WAKE_GRANT,
+    completions_grant,
+    new_wake_fd,
+)
 from protocol.errors import UserError
 from protocol.lifeline import SegmentGrant
 from protocol.messages import Role, WorkerSetup
@@ -124,9 +131,8 @@ def make_segments(
     weights_fd: int,
     stack: contextlib.ExitStack,
 ) -> tuple[list[SegmentGrant], list[int]]:
-    """All shared segments and their descriptors: weights, activations, residency and, on the CPU,
-    the slots.
-    New descriptors are closed by `stack`.
+    """All shared segments and their descriptors: weights, activations, residency, completions with
+    the eventfd beside them and, on the CPU, the slots. New descriptors are closed by `stack`.
 
     Raises:
         UserError: there is not enough memory for them; the sentence has the numbers.
@@ -138,6 +144,7 @@ def make_segments(
             max(layout.num_experts),
             min(max(layout.num_experts), settings.max_rows * layout.top_k),
         ),
+        completions_grant(max(layout.num_experts)),
     ]
     replay = None
     if settings.replay_routing is not None:
@@ -161,7 +168,14 @@ def make_segments(
         fds.append(fd)
         if segment.name == ROUTING and replay is not None:
             os.pwrite(fd, replay.tobytes(), segment.fields["ids"].offset_bytes)
-    return [SegmentGrant(WEIGHTS, layout.total_bytes), *made], fds
+    granted = [SegmentGrant(WEIGHTS, layout.total_bytes), *made]
+    # Words have no room for more; then there is none to wait for, and messages say it all.
+    if layout.num_layers <= MAX_LAYERS and num_slots <= MAX_SLOTS:
+        wake_fd = new_wake_fd()
+        stack.callback(os.close, wake_fd)
+        granted.append(WAKE_GRANT)
+        fds.append(wake_fd)
+    return granted, fds
 
 
 def log_header(layout: StoreLayout, num_slots: int) -> LogHeader:

@@ -131,6 +131,7 @@ class DealerChannel(Generic[T]):
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(lifeline_fd, zmq.POLLIN)
+        self._wake_fd = -1
         self.num_dropped = 0
 
     def send(self, message: Message) -> None:
@@ -144,8 +145,9 @@ class DealerChannel(Generic[T]):
         except zmq.Again:
             raise OrchestratorGone("the orchestrator does not take messages") from None
 
-    def receive(self, timeout_s: float | None = None) -> T | None:
-        """The next message, or None after `timeout_s`. Garbage is dropped and counted.
+    def receive(self, timeout_s: float | None = None, wake_fd: int = -1) -> T | None:
+        """The next message; None after `timeout_s`, or when there is none and `wake_fd` can be
+        read. Garbage is dropped and counted.
 
         Raises:
             OrchestratorGone: the life line ended and nothing is left to read.
@@ -157,9 +159,13 @@ class DealerChannel(Generic[T]):
             except zmq.Again:
                 left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
                 timeout_ms = None if left_s is None else math.ceil(left_s * 1e3)
+                if wake_fd != self._wake_fd:
+                    self._watch(wake_fd)
                 ready = dict(self._poller.poll(timeout_ms))
                 if self._socket in ready:
                     continue
+                if ready.pop(wake_fd, None) and not ready:
+                    return None
                 if ready:
                     raise OrchestratorGone("the orchestrator closed the life line") from None
                 return None
@@ -167,6 +173,14 @@ class DealerChannel(Generic[T]):
                 return self._decoder.decode(frame)
             except ProtocolError:
                 self.num_dropped += 1
+
+    def _watch(self, wake_fd: int) -> None:
+        """Poll `wake_fd` as well from now on, in place of the one before."""
+        if self._wake_fd >= 0:
+            self._poller.unregister(self._wake_fd)
+        if wake_fd >= 0:
+            self._poller.register(wake_fd, zmq.POLLIN)
+        self._wake_fd = wake_fd
 
     def close(self) -> None:
         self._socket.close()

@@ -129,8 +129,10 @@ class Routed(Message, frozen=True):
     `experts` holds each chosen expert once, in the order in which the router names them
     (row by row, best first); `num_rows[i]` says how many rows chose `experts[i]`.
     `joined_ns` is when the layer before this one was joined (0 for the first of a step).
-    `num_reports`, here and below: how many layers the worker has reported in the residency segment
+    `num_reports`, here and below: how many reports the worker has left in the residency segment
     before it said this.
+    `is_self_joining`: the worker looks for finished parts in the completions segment and joins by
+    itself when all are in; it is told of hits only.
     """
 
     epoch: Epoch
@@ -141,6 +143,7 @@ class Routed(Message, frozen=True):
     routed_ns: int
     joined_ns: int = 0
     num_reports: int = 0
+    is_self_joining: bool = False
 
 
 class Ran(Message, frozen=True):
@@ -258,7 +261,9 @@ class StartStep(Message, frozen=True):
 
 class Run(Message, frozen=True):
     """gpu_worker: compute `experts` from `slots`; with `join` set, this was the last part of the
-    layer: add up all rows in the router's order and go on. `experts` may be empty."""
+    layer: add up all rows in the router's order and go on. `experts` may be empty.
+    `is_ran_wanted`: slots are short; say `Ran` at once for whatever runs in this layer-step, and
+    for what has run in it."""
 
     epoch: Epoch
     step: StepId
@@ -266,6 +271,7 @@ class Run(Message, frozen=True):
     experts: list[ExpertId]
     slots: list[SlotId]
     join: bool
+    is_ran_wanted: bool = False
 
 
 class DropSequence(Message, frozen=True):
@@ -277,7 +283,8 @@ class DropSequence(Message, frozen=True):
 
 class Copy(Message, frozen=True):
     """dma_worker: copy one expert's block from the store into a slot. A copy that is not awaited
-    lets all those pass that are."""
+    lets all those pass that are. `step` says whose gpu_worker waits for a word in the completions
+    segment; 0: none does."""
 
     epoch: Epoch
     copy: CopyId
@@ -285,6 +292,7 @@ class Copy(Message, frozen=True):
     expert: ExpertId
     slot: SlotId
     is_awaited: bool = True
+    step: StepId = StepId(0)
 
 
 class AttachArena(Message, frozen=True):
@@ -434,16 +442,8 @@ class Status(Message, frozen=True):
 
 WorkerEvent = Hello | Progress | Ready | Failed | Routed | Ran | StepDone | Copied | Executed
 WorkerCommand = (
-    Welcome
-    | Refused
-    | StartStep
-    | Run
-    | DropSequence
-    | Copy
-    | AttachArena
-    | DetachArena
-    | Execute
-    | Shutdown
-)
+    Welcome | Refused | StartStep | Run | DropSequence
+    | Copy | AttachArena | DetachArena | Execute | Shutdown
+)  # fmt: skip
 ClientRequest = Generate | Cancel | GetStatus
 ClientReply = Accepted | Generated | Finished | Rejected | Status

@@ -2,7 +2,7 @@
 
     words    int64 [4, 8]     epoch, fence, head, tail: the first word of a cache line each
     table    int32 [num_layers, num_experts]   slot of an expert, or -1    (by orchestrator)
-    reports  int64 [num_reports, num_words]    ring of passed layers       (by gpu_worker)
+    reports  int64 [num_reports, num_words]    ring of what was computed   (by gpu_worker)
 
     word    written by      what
     epoch   orchestrator    the gpu_worker that the table is for; another one must not use it
@@ -11,7 +11,8 @@
     tail    orchestrator    reports taken since then
 
 gpu_worker asks the table for the experts that the router chose. If all are there it computes, puts
-one report into the ring and goes on; else it sends `Routed` and waits. `Routed`, `Ran` and
+one report into the ring and goes on; else it sends `Routed` and waits. What it then runs from slots
+it reports as well, with 0 rows for each expert: those slots are no longer read. `Routed`, `Ran` and
 `StepDone` carry `num_reports`, the head at the time of sending: the orchestrator takes the reports
 up to there first, so that both streams are heard in the order in which they were said.
 
@@ -61,7 +62,7 @@ def residency_grant(
 
 class Report(NamedTuple):
     """One layer that the gpu_worker passed without asking. Times in ns; `joined_ns` is of the
-    layer before."""
+    layer before. Or, with 0 in all of `num_rows`: experts of a layer that it asked for have run."""
 
     epoch: int
     step: int
@@ -151,6 +152,36 @@ class ResidencyReader(_Memory):
         times_ns: tuple[int, int, int, int],
     ) -> None:
         """What `look` gave is used no more; say what was computed. `times_ns` as in Report."""
+        self._write(epoch, step, layer, experts, num_rows, times_ns)
+        self._words[_FENCE] += 1
+
+    def ran(
+        self,
+        epoch: int,
+        step: int,
+        layer: int,
+        experts: Sequence[int],
+        started_ns: int,
+        ended_ns: int,
+    ) -> bool:
+        """Say that slots given by a `Run` are no longer read. False if there is no room for it."""
+        if self.num_reports - self._words[_TAIL] >= self._num_slots_of_ring:
+            return False
+        if len(experts) > self._max_chosen:
+            return False
+        times_ns = (0, started_ns, ended_ns, 0)
+        self._write(epoch, step, layer, experts, [0] * len(experts), times_ns)
+        return True
+
+    def _write(
+        self,
+        epoch: int,
+        step: int,
+        layer: int,
+        experts: Sequence[int],
+        num_rows: Sequence[int],
+        times_ns: tuple[int, int, int, int],
+    ) -> None:
         num = len(experts)
         pack = self._packs.get(num)
         if pack is None:
@@ -162,7 +193,6 @@ class ResidencyReader(_Memory):
             epoch, step, layer, num, *times_ns, *experts, *num_rows,
         )  # fmt: skip
         self.num_reports = self._words[_HEAD] = number + 1
-        self._words[_FENCE] += 1
 
 
 class ResidencyWriter(_Memory):

@@ -120,13 +120,14 @@ class WorkerLink:
     def send(self, event: WorkerEvent) -> None:
         self._channel.send(event)
 
-    def receive(self, timeout_s: float | None = None) -> WorkerCommand | None:
-        """The next command; None after `timeout_s`.
+    def receive(self, timeout_s: float | None = None, wake_fd: int = -1) -> WorkerCommand | None:
+        """The next command; None after `timeout_s`, or when `wake_fd` can be read and no command
+        is there.
 
         Raises:
             OrchestratorGone: it is gone, or told this worker to leave.
         """
-        command = self._channel.receive(timeout_s)
+        command = self._channel.receive(timeout_s, wake_fd)
         if isinstance(command, Shutdown):
             raise OrchestratorGone(command.reason)
         return command

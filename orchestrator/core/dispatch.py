@@ -220,6 +220,7 @@ class ExpertDispatch(ExpertPlacement):
             beside = [copy.key[1] for copy in decision.behind if copy.is_beside_cpu]
             self._fill_behind(work, beside, commands)
         self._run(work, hits, hit_slots, commands)
+        work.is_decided = True
         return True
 
     def passed(self, passed: Passed, commands: list[CoreCommand]) -> bool:
@@ -279,6 +280,7 @@ class ExpertDispatch(ExpertPlacement):
                 self._fill(work, commands)  # that one may leave again
             return True
         expert, reservation = entry
+        is_told = work.is_self_joining and copied.copy not in work.adopted
         if not self.directory.commit(reservation.slot, reservation.generation):
             raise InvariantBroken(f"slot {reservation.slot} was taken from the copy into it")
         self._note_bytes(copied)
@@ -288,7 +290,7 @@ class ExpertDispatch(ExpertPlacement):
             self._split.took("link_fixed_s", copied.started_ns - work.routed.routed_ns)
         work.was_link_idle = False
         commands.append(Publish(work.layer, expert, reservation.slot))
-        self._run(work, [expert], [reservation.slot], commands)
+        self._run(work, [expert], [reservation.slot], commands, is_told=is_told)
         return True
 
     def executed(self, executed: Executed, commands: list[CoreCommand]) -> bool:

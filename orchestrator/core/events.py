@@ -295,6 +295,15 @@ class ArmTaken(msgspec.Struct, frozen=True):
         return f"misses {where} from now on: measured to be fastest"
 
 
+class AllIn(msgspec.Struct, frozen=True, gc=False):
+    """Every part of a layer-step is in, and the gpu_worker joins by itself: it owes its next
+    word."""
+
+    epoch: Epoch
+    step: StepId
+    layer: LayerId
+
+
 class Stalled(msgspec.Struct, frozen=True):
     """Work waits for a role that nobody fills; said once per stall."""
 
@@ -346,5 +355,6 @@ CoreCommand = (
     | Retire
     | Drifted
     | ArmTaken
+    | AllIn
     | Stalled
 )

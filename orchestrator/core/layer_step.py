@@ -7,8 +7,10 @@ Each expert of a layer-step is one part, and a part is in one place at a time:
     miss --> executing --> Executed                                        (CPU, in place)
     miss --> unplaced      no branch exists; placed as soon as one does
 
-The part that comes last carries the join. A part is in when its `Run` is sent (the gpu_worker works
-in order, so the join comes after it) or its `Executed` is here.
+A part is in when its `Run` is sent (the gpu_worker works in order, so the join comes after it) or
+its `Executed` is here, and the part that comes last carries the join. A gpu_worker that joins by
+itself sees fills and CPU parts finished in shared memory; it is sent `Run` for the others alone,
+and never to join.
 """
 
 from __future__ import annotations
@@ -31,11 +33,15 @@ class LayerStep:
     """Where the parts of the layer-step in progress are. Experts are listed in router order."""
 
     __slots__ = (
+        "adopted",
         "behind",
         "copying",
         "ended_ns",
         "executing",
         "gpu_epoch",
+        "is_decided",
+        "is_ran_wanted",
+        "is_self_joining",
         "layer",
         "num_executed",
         "num_hits",
@@ -60,6 +66,13 @@ class LayerStep:
         self.num_missing = len(routed.experts)
         self.unfilled: list[ExpertId] = []
         self.copying: dict[CopyId, tuple[ExpertId, Reservation]] = {}
+        #: Those of `copying` that were begun for nobody: no word tells of their end.
+        self.adopted: set[CopyId] = set()
+        self.is_self_joining = routed.is_self_joining
+        #: Whether every part was told what to do; before, the gpu_worker surely waits.
+        self.is_decided = False
+        #: Whether the gpu_worker knows that slots are short.
+        self.is_ran_wanted = False
         self.executing: dict[ExpertId, Epoch] = {}
         self.unplaced: list[ExpertId] = []
         #: Experts that the CPU runs and that are to be copied too, once it works no more.

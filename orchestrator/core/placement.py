@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from orchestrator.core.background import BackgroundFills
 from orchestrator.core.directory import SlotState
-from orchestrator.core.events import RequestCounters, Unpublish
+from orchestrator.core.events import AllIn, RequestCounters, Unpublish
 from orchestrator.core.planner import divide_among
-from protocol.messages import Copy, CopyId, Execute, Run
+from protocol.messages import Copy, CopyId, Execute, Run, StepId
 
 if TYPE_CHECKING:
     from orchestrator.core.adaptive_split import AdaptiveSplit
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from orchestrator.core.layer_step import LayerStep
     from orchestrator.core.scheduler import Flight
     from orchestrator.core.workers import Roster
-    from protocol.messages import Copied, Epoch, ExpertId, ExpertKey, LayerId, SlotId, StepId
+    from protocol.messages import Copied, Epoch, ExpertId, ExpertKey, LayerId, SlotId
 
 
 class ExpertPlacement:
@@ -94,6 +94,7 @@ class ExpertPlacement:
         if not self._is_guest:
             self.directory.refresh(key)
         work.copying[copy] = (key[1], reservation)
+        work.adopted.add(copy)
 
     def _fill(self, work: LayerStep, commands: list[CoreCommand]) -> None:
         """Reserve slots for `unfilled`, as many as there are, and have them copied into."""
@@ -101,6 +102,7 @@ class ExpertPlacement:
         if link is None or not work.unfilled:
             return
         num_reserved = 0
+        step = work.step if work.is_self_joining else StepId(0)
         for expert in work.unfilled:
             reservation = self.directory.reserve((work.layer, expert), is_guest=self._is_guest)
             if reservation is None:
@@ -113,13 +115,20 @@ class ExpertPlacement:
             self._last_copy += 1
             copy = CopyId(self._last_copy)
             work.copying[copy] = (expert, reservation)
-            commands.append(Copy(link, copy, work.layer, expert, reservation.slot))
+            commands.append(Copy(link, copy, work.layer, expert, reservation.slot, step=step))
         del work.unfilled[:num_reserved]
+        if work.unfilled and work.is_self_joining and not work.is_ran_wanted:
+            work.is_ran_wanted = True
+            commands.append(Run(work.gpu_epoch, work.step, work.layer, [], [], False, True))
 
     @property
     def _is_resting(self) -> bool:
-        """Whether the gpu_worker is known to use nothing that it looked up by itself."""
-        return self._flight is None or self.work is not None
+        """Whether the gpu_worker is known to use nothing that it looked up by itself. One that
+        joins by itself may be at the next layers already, unless it has only just asked."""
+        work = self.work
+        if work is not None and work.is_self_joining and work.is_decided:
+            return False
+        return self._flight is None or work is not None
 
     def _fill_behind(
         self, work: LayerStep, experts: list[ExpertId], commands: list[CoreCommand]
@@ -171,8 +180,11 @@ class ExpertPlacement:
         experts: list[ExpertId],
         slots: list[SlotId],
         commands: list[CoreCommand],
+        *,
+        is_told: bool = False,
     ) -> None:
-        """Have the gpu_worker compute `experts`; join if no part is missing after these."""
+        """Have the gpu_worker compute `experts`, unless it is told by others; join if no part is
+        missing after these."""
         work.num_missing -= len(experts)
         is_last = not work.num_missing
         if experts:
@@ -180,9 +192,14 @@ class ExpertPlacement:
             running.update(zip(experts, slots, strict=True))
         if is_last and work.behind:  # before the gpu_worker goes on
             self._fill_behind(work, work.behind, commands)
-        if experts or is_last:
-            commands.append(Run(work.gpu_epoch, work.step, work.layer, experts, slots, is_last))
+        if not work.is_self_joining:
+            if experts or is_last:
+                commands.append(Run(work.gpu_epoch, work.step, work.layer, experts, slots, is_last))
+        elif experts and not is_told:
+            commands.append(Run(work.gpu_epoch, work.step, work.layer, experts, slots, False))
         if is_last:
+            if work.is_self_joining:
+                commands.append(AllIn(work.gpu_epoch, work.step, work.layer))
             counters = self._counters
             counters.layer_steps += 1
             counters.hits += work.num_hits
@@ -207,6 +224,10 @@ class ExpertPlacement:
                     self._adopt(work, key)
                 else:
                     landed.append(key[1])
+        # Pinned before room is made for the others: they might leave for it.
+        _, slots, _ = self.directory.demand(
+            [(work.layer, expert) for expert in landed], is_guest=self._is_guest
+        )
         if self._roster.cpu_epochs:
             self._execute(work, stranded, commands)
         elif self._roster.link_epoch is not None:
@@ -215,7 +236,4 @@ class ExpertPlacement:
         else:
             work.unplaced += stranded
         if landed:
-            _, slots, _ = self.directory.demand(
-                [(work.layer, expert) for expert in landed], is_guest=self._is_guest
-            )
             self._run(work, landed, slots, commands)

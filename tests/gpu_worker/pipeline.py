@@ -13,6 +13,7 @@ import gc
 import mmap
 import os
 import queue
+import select
 import subprocess
 import sys
 import threading
@@ -31,6 +32,13 @@ from expert_store.layout import ExpertForm, StoreLayout, encode_header, make_lay
 from expert_store.segment import StoreView, create_segment, size_segment
 from gpu_worker.worker import serve
 from protocol.codec import encode, to_orchestrator
+from protocol.completions import (
+    COMPLETIONS,
+    WAKE_GRANT,
+    Completions,
+    completions_grant,
+    new_wake_fd,
+)
 from protocol.errors import OrchestratorGone, UserError
 from protocol.lifeline import Grant, SegmentGrant, listen, send_grant
 from protocol.messages import (
@@ -225,7 +233,9 @@ class Pipeline:
         store_model: Any = None,
         device: str = "cpu",
         num_reports: int = 0,
+        has_words: bool = False,
     ) -> None:
+        self.has_words = has_words
         self.model_dir = path / "model"
         model.save_pretrained(self.model_dir)
         self.layout = layout_of(store_model or model, dtype)
@@ -287,6 +297,13 @@ class Pipeline:
     def _publish_all(self, num_reports: int) -> None:
         layout = self.layout
         most = max(layout.num_experts)
+        if self.has_words:
+            words = completions_grant(most)
+            self._fds += [create_segment(COMPLETIONS), new_wake_fd()]
+            size_segment(self._fds[-2], words.num_bytes)
+            self._grants += [words, WAKE_GRANT]
+            memory = mmap.mmap(self._fds[-2], words.num_bytes)
+            self.completions = Completions(memory, words, self._fds[-1])
         grant = residency_grant(layout.num_layers, most, most, num_reports)
         self._fds.append(create_segment(RESIDENCY))
         size_segment(self._fds[-1], grant.num_bytes)
@@ -499,14 +516,17 @@ class ThreadWorker:
         is_event = threading.current_thread() is self._thread
         (self._events if is_event else self._commands).put(message)
 
-    def receive(self, timeout_s: float | None = None) -> Any:
+    def receive(self, timeout_s: float | None = None, wake_fd: int = -1) -> Any:
         """Of a command by the worker, of an event by the test."""
         if threading.current_thread() is not self._thread:
             return self._events.get(timeout=TIMEOUT_S)
-        try:
-            command = self._commands.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
+        while True:
+            try:
+                command = self._commands.get(timeout=0.001 if wake_fd >= 0 else timeout_s)
+                break
+            except queue.Empty:
+                if wake_fd < 0 or select.select([wake_fd], [], [], 0)[0]:
+                    return None
         if isinstance(command, Shutdown):
             raise OrchestratorGone(command.reason)
         return command

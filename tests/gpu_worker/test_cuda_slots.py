@@ -189,7 +189,7 @@ class ScriptedLink:
         self.events: list[Any] = []
         self.num_polls = 0
 
-    def receive(self, timeout_s: float | None = None) -> Any:
+    def receive(self, timeout_s: float | None = None, wake_fd: int = -1) -> Any:
         if self.commands:
             return self.commands.pop(0)
         self.num_polls += 1

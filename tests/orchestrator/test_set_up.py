@@ -40,9 +40,13 @@ def test_segments_are_made_and_closed() -> None:
         weights_fd = os.memfd_create("weights")
         stack.callback(os.close, weights_fd)
         grants, fds = make_segments(SETTINGS, LAYOUT, 7, weights_fd, stack)
-        assert [grant.name for grant in grants] == ["weights", "activations", "residency", "arena"]
-        assert grants[3].num_bytes == 7 * LAYOUT.block_bytes
+        assert [grant.name for grant in grants] == [
+            "weights", "activations", "residency", "completions", "arena", "wake",
+        ]  # fmt: skip
+        assert grants[4].num_bytes == 7 * LAYOUT.block_bytes
         assert [os.fstat(fd).st_size for fd in fds[1:]] == [grant.num_bytes for grant in grants[1:]]
+        os.eventfd_write(fds[5], 3)
+        assert os.eventfd_read(fds[5]) == 3
     for fd in fds:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
@@ -54,7 +58,9 @@ def test_slots_on_a_device_take_no_host_memory() -> None:
         weights_fd = os.memfd_create("weights")
         stack.callback(os.close, weights_fd)
         grants, _ = make_segments(on_device, LAYOUT, 7, weights_fd, stack)
-    assert [grant.name for grant in grants] == ["weights", "activations", "residency"]
+    assert [grant.name for grant in grants] == [
+        "weights", "activations", "residency", "completions", "wake",
+    ]  # fmt: skip
 
 
 def test_too_little_memory_is_told_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from protocol.completions import Completion
 from protocol.messages import (
     Arena,
     AttachArena,
@@ -32,6 +33,7 @@ from protocol.messages import (
     Routed,
     Run,
     Sampled,
+    SlotId,
     StartStep,
     StepDone,
     StepPart,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
+    from protocol.completions import Completions
     from protocol.residency import ResidencyReader
 
 EXPERT_BYTES = 1000
@@ -81,7 +84,12 @@ class World(Protocol):
     max_num_seqs: int
     max_rows: int
 
+    completions: Completions
+    writes_words: bool
+    is_self_joining: bool
+
     def new_reader(self) -> ResidencyReader: ...
+    def finished(self, step: int, layer: int, experts: list[int], done: Completion) -> None: ...
     def after(self, delay: int, action: Callable[[], None]) -> None: ...
     def from_worker(self, worker: SimWorker, message: Message) -> None: ...
     def slots_behind(self, arena: Arena) -> list[Slot]: ...
@@ -158,6 +166,9 @@ class Copier:
                 return
             slot.content, slot.version = (command.layer, command.expert), slot.version + 1
             now = worker.world.now
+            if command.step and worker.role == "dma_worker":
+                done = Completion(command.slot, worker.epoch, started, now)
+                worker.world.finished(command.step, command.layer, [command.expert], done)
             worker.send(Copied(worker.epoch, command.copy, started, now, EXPERT_BYTES))
             self._queue.popleft()
             if self._queue:
@@ -226,6 +237,8 @@ class SimCpu(SimWorker):
 
     def _say(self, command: Execute, experts: list[ExpertId], started: int) -> None:
         num_bytes = EXPERT_BYTES * len(experts)
+        done = Completion(-1, self.epoch, started, self.world.now)
+        self.world.finished(command.step, command.layer, list(experts), done)
         self.send(
             Executed(
                 self.epoch,
@@ -271,6 +284,9 @@ class SimGpu(SimWorker):
         self._computed: set[int] = set()
         self._table: ResidencyReader | None = None
         self._runs: deque[Run] = deque()
+        #: Parts of the layer-step that joins by itself which are not in.
+        self._missing: dict[int, None] = {}
+        self._is_ran_wanted = False
 
     def ready(self) -> Ready:
         return Ready(self.epoch, self.bytes_per_s, self._arena)
@@ -373,6 +389,8 @@ class SimGpu(SimWorker):
         step = self._step
         assert step is not None
         self._is_routed = True
+        self._missing = dict.fromkeys(num_rows)
+        self._is_ran_wanted = not self.world.is_self_joining
         self.send(
             Routed(
                 self.epoch,
@@ -382,8 +400,32 @@ class SimGpu(SimWorker):
                 list(num_rows.values()),
                 self.world.now,
                 num_reports=self._num_reports,
+                is_self_joining=self.world.is_self_joining,
             )
         )
+
+    def woken(self) -> None:
+        """Look for words, as far as any are waited for."""
+        step = self._step
+        if step is None or not self._is_routed or not self.world.is_self_joining:
+            return
+        landed = self.landed(self.world.completions, step.step, self._layer, self._missing)
+        for number, slot in landed:
+            del self._missing[number]
+            if slot >= 0:
+                expert = ExpertId(number)
+                layer = LayerId(self._layer)
+                self._queue(Run(self.epoch, step.step, layer, [expert], [SlotId(slot)], False))
+        self._join_if_all_is_in()
+
+    def landed(
+        self, completions: Completions, step: int, layer: int, experts: dict[int, None]
+    ) -> list[tuple[int, int]]:
+        return completions.landed(step, layer, experts)
+
+    def _join_if_all_is_in(self) -> None:
+        if self.world.is_self_joining and not self._missing and not self._runs:
+            self._join()
 
     @property
     def _num_reports(self) -> int:
@@ -391,6 +433,9 @@ class SimGpu(SimWorker):
 
     def _run(self, command: Run) -> None:
         step = self._step
+        is_current = step is not None and (command.step, command.layer) == (step.step, self._layer)
+        if command.is_ran_wanted and not command.experts and not is_current:
+            return  # words may overtake it
         self.require(
             step is not None
             and self._is_routed
@@ -398,6 +443,17 @@ class SimGpu(SimWorker):
             f"Run for step {command.step} layer {command.layer}, which is not in progress",
         )
         self.require(len(command.experts) == len(command.slots), "experts without slots")
+        if self.world.is_self_joining:
+            self.require(not command.join, "told to join, but joins by itself")
+            if command.is_ran_wanted and not self._is_ran_wanted:
+                self._is_ran_wanted = True
+                self._say_ran(Ran(self.epoch, command.step, command.layer, [], 0, 0))
+            for expert in command.experts:
+                self.require(expert in self._missing, f"expert {expert} is in already")
+                del self._missing[expert]
+        self._queue(command)
+
+    def _queue(self, command: Run) -> None:
         self._runs.append(command)
         if len(self._runs) == 1:
             self._begin_run()
@@ -419,15 +475,25 @@ class SimGpu(SimWorker):
             now = self.world.now
             self.require(versions == [slot.version for slot in slots], "a slot changed in a run")
             if command.experts:
-                ran = Ran(self.epoch, command.step, command.layer, command.experts, started, now)
-                self.later(self._ran_lag, lambda: self._say_ran(ran))
+                self._has_run(command, started, now)
             self._runs.popleft()
             if command.join:
                 self._join()
             elif self._runs:
                 self._begin_run()
+            else:
+                self._join_if_all_is_in()
 
         self.later(20 * len(command.experts), end)
+
+    def _has_run(self, command: Run, started: int, now: int) -> None:
+        step, layer, experts = command.step, command.layer, command.experts
+        if not self._is_ran_wanted:
+            assert self._table is not None
+            if self._table.ran(self.epoch, step, layer, experts, started, now):
+                return
+        ran = Ran(self.epoch, step, layer, experts, started, now)
+        self.later(self._ran_lag, lambda: self._say_ran(ran))
 
     def _join(self) -> None:
         step, segment = self._step, self.world.segment

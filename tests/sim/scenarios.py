@@ -37,6 +37,7 @@ def scenario(number: int) -> Scenario:
     max_sequence_tokens = 15 if is_tight else 64
     # Drawn apart, so that a new kind of choice leaves every other one of a number as it was.
     more = random.Random(f"policies of {number}")
+    words = random.Random(-1 - number)
     config = CoreConfig(
         num_layers=num_layers,
         top_k=top_k,
@@ -80,6 +81,9 @@ def scenario(number: int) -> Scenario:
             (rng.randrange(12_000), rng.randint(1, num_slots))
             for _ in range(rng.choice((0, 0, 1, 4)))
         ),
+        is_self_joining=words.random() < 0.75,
+        writes_words=words.random() < 0.8,
+        late_ns=words.choice((0, 0, 500)),
     )
 
 

@@ -38,10 +38,10 @@ def says_no(real: Any) -> property:
 
 
 def joins_too_early(real: Any) -> Callable[..., None]:
-    def run(self: Any, work: Any, experts: Any, slots: Any, commands: Any) -> None:
+    def run(self: Any, work: Any, experts: Any, slots: Any, commands: Any, **told: Any) -> None:
         if work.num_missing == len(experts) + 1 and experts:
             work.num_missing -= 1
-        real(self, work, experts, slots, commands)
+        real(self, work, experts, slots, commands, **told)
 
     return run
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from orchestrator.core.events import (
+    AllIn,
     Foreseen,
     Passed,
     Planned,
@@ -98,6 +99,7 @@ class Onlooker:
         self._owed: set[tuple[int, int, int, int]] = set()
         self._live: dict[str, None] = {}  # in the order of their coming
         self._is_in_process = False
+        self._is_self_joining = False
         self._missing: str | None = None
         self._used_copies: set[int] = set()
         #: Fills that nobody waited for when they began: retiring, then copying.
@@ -121,12 +123,18 @@ class Onlooker:
             return
         self._hears_foreseen = (event.layer, event.expert) if isinstance(event, Foreseen) else None
         self._hear(event)
+        is_waiting = bool(self._parts)
         for command, follower in itertools.zip_longest(commands, commands[1:]):
             if isinstance(command, Unpublish):
                 self._unpublish(command, event, follower)
             self._weigh(command)
         if isinstance(event, Routed):
             self._check_decision(event, commands)
+        is_over = self._is_self_joining and is_waiting and self._all_are_in()
+        said = [command for command in commands if isinstance(command, AllIn)]
+        _require(len(said) == is_over, f"all parts are in: {is_over}, said is {said}")
+        if is_over:
+            self._joined()
         self._check_stall(commands)
         self._check_limit()
 
@@ -145,6 +153,7 @@ class Onlooker:
             case Routed():
                 _require(self._is_current(event), "a live gpu_worker routed out of turn")
                 self._demanded(event)
+                self._is_self_joining = event.is_self_joining
                 coming = [*self.retiring.values(), *self._foreseen.values()]
                 self._parts = {
                     expert: "arriving" if (event.layer, expert) in coming else "miss"
@@ -162,6 +171,9 @@ class Onlooker:
                         self._cost("fill_bytes", EXPERT_BYTES)
                     if is_background and not is_adopted and self._step is not None:
                         self._cost("fills_behind", 1)
+                    if copy.step and not is_background:
+                        self._reads_by(copy.expert, copy.slot)
+                        self._parts[copy.expert] = "filled"
             case Executed():
                 for expert in event.experts:
                     self._owed.discard((event.epoch, event.step, event.layer, expert))
@@ -412,28 +424,41 @@ class Onlooker:
 
     def _run(self, command: Run) -> None:
         _require(self._is_current(command), "a Run for another layer")
-        _require(bool(command.experts) or command.join, "a Run of nothing")
+        is_something = bool(command.experts) or command.join or command.is_ran_wanted
+        _require(is_something, "a Run of nothing")
         for expert, slot in zip(command.experts, command.slots, strict=True):
             key = (command.layer, expert)
             _require(self._slots.get(slot) == key, f"{key} is run from slot {slot} without it")
             place = self._parts.get(expert)
             _require(place in ("miss", "copying", "arriving"), f"expert {expert} is computed twice")
             self._parts[expert] = "hit" if place == "miss" else "filled"
-            self._reads[slot] += 1
-            self._unran[command.step, command.layer, expert] = slot
-        places = Counter(self._parts.values())
-        num_in = places["hit"] + places["filled"] + places["executed"]
+            self._reads_by(expert, slot)
+        if self._is_self_joining:
+            _require(not command.join, "a worker that joins by itself is told to join")
+            return
         _require(
-            command.join == (num_in == len(self._parts)),
-            f"join={command.join} with {num_in} of {len(self._parts)} parts in",
+            command.join == self._all_are_in(), f"join={command.join} with parts {self._parts}"
         )
         if command.join:
-            self._cost("layer_steps", 1)
-            self._cost("hits", places["hit"])
-            self._cost("fills", places["filled"])
-            self._cost("cpu_experts", places["executed"])
-            self._parts = {}
-            self._layers_joined += 1
+            self._joined()
+
+    def _reads_by(self, expert: int, slot: int) -> None:
+        """From now on the gpu_worker may read this slot."""
+        assert self._step is not None
+        self._reads[slot] += 1
+        self._unran[self._step.step, self._layers_joined, expert] = slot
+
+    def _all_are_in(self) -> bool:
+        return set(self._parts.values()) <= {"hit", "filled", "executed"}
+
+    def _joined(self) -> None:
+        places = Counter(self._parts.values())
+        self._cost("layer_steps", 1)
+        self._cost("hits", places["hit"])
+        self._cost("fills", places["filled"])
+        self._cost("cpu_experts", places["executed"])
+        self._parts = {}
+        self._layers_joined += 1
 
     def _check_decision(self, event: Routed, commands: Sequence[CoreCommand]) -> None:
         """After the decision every resident expert runs; the rest is placed, or has to wait."""

@@ -21,6 +21,7 @@ from orchestrator.core.events import (
     CoreConfig,
     Foreseen,
     Passed,
+    ResetTable,
     Resize,
     Retired,
     Submit,
@@ -28,21 +29,29 @@ from orchestrator.core.events import (
     WorkerJoined,
     WorkerLost,
 )
+from orchestrator.finished_parts import FinishedParts
 from orchestrator.residency import HERALDS, TABLE_COMMANDS, ResidencyBoard
 from protocol.codec import encode, to_orchestrator, to_worker
+from protocol.completions import Completion, Completions, completions_grant
 from protocol.membarrier import MemoryBarrier
 from protocol.messages import (
     Arena,
+    Copied,
+    Copy,
     Epoch,
+    Execute,
+    Executed,
     ExpertId,
     LayerId,
     Message,
+    Ran,
     Ready,
     RequestId,
     SamplingParams,
 )
 from protocol.residency import ResidencyReader, residency_grant
 from tests.sim.machine import (
+    EXPERT_BYTES,
     Segment,
     SimCpu,
     SimDma,
@@ -55,7 +64,7 @@ from tests.sim.model import SyntheticModel, undisturbed
 from tests.sim.watch import Onlooker, request_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from orchestrator.core.events import CoreCommand, CoreEvent
 
@@ -92,6 +101,11 @@ class Scenario:
     num_reports: int = 64
     #: Whether the kernel has memory barriers between processes.
     has_barrier: bool = True
+    #: Whether the gpu_worker joins by itself, and whether workers write words for it.
+    is_self_joining: bool = False
+    writes_words: bool = True
+    #: ns by which messages about finished parts come later than their words.
+    late_ns: int = 0
     #: Mean ns between two experts foreseen by somebody; 0: nobody foresees any.
     foreseen_every: int = 0
     #: When somebody says how many slots to use.
@@ -129,6 +143,8 @@ class Story:
     num_behind: int = 0
     num_foreseen: int = 0
     num_full: int = 0
+    #: Parts seen finished in shared memory before their worker's message.
+    num_seen: int = 0
 
 
 class SimBarrier(MemoryBarrier):
@@ -162,6 +178,11 @@ class Simulation:
             config.num_layers, scenario.num_experts, chosen, scenario.num_reports
         )
         self._memory = bytearray(self._grant.num_bytes)
+        grant = completions_grant(scenario.num_experts)
+        self.completions = Completions(bytearray(grant.num_bytes), grant)
+        self._finished = FinishedParts(self.completions, EXPERT_BYTES)
+        self.is_self_joining = scenario.is_self_joining
+        self.writes_words = scenario.writes_words
         self._readers: list[ResidencyReader] = []
         self._board = ResidencyBoard(
             self._memory,
@@ -174,6 +195,7 @@ class Simulation:
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
         self._num_scheduled = 0
         self._last_epoch = 0
+        self._leaving = NOBODY
         self._workers: dict[Epoch, SimWorker] = {}
         self._arenas: dict[bytes, list[Slot]] = {}
         self._requests = self._make_requests()
@@ -254,7 +276,9 @@ class Simulation:
         return self._arenas[arena.handle]
 
     def from_worker(self, worker: SimWorker, message: Message) -> None:
-        arrives = max(self.now + self.latency(self.scenario.message_ns), worker.last_sent_arrives)
+        late = self.scenario.late_ns if isinstance(message, (Copied, Executed)) else 0
+        latency = self.latency(self.scenario.message_ns + late)
+        arrives = max(self.now + latency, worker.last_sent_arrives)
         worker.last_sent_arrives = arrives
         frame = encode(message)
 
@@ -266,7 +290,11 @@ class Simulation:
                 return
             is_known = self._workers.get(worker.epoch) is worker
             event = _from_worker.decode(frame)
-            if is_known and isinstance(event, HERALDS):
+            if is_known and isinstance(event, (Copied, Executed)):
+                self._finished.heard(event)
+                self._wake()
+            elif is_known and isinstance(event, HERALDS):
+                self._take(self._finished.look())
                 self._take(self._board.before(event))
             self._tell(event, is_stale=not is_known)  # type: ignore[arg-type]
 
@@ -276,12 +304,24 @@ class Simulation:
         self._readers.append(ResidencyReader(self._memory, self._grant))
         return self._readers[-1]
 
+    def finished(self, step: int, layer: int, experts: list[int], done: Completion) -> None:
+        if self.writes_words:
+            for expert in experts:
+                self.completions.write(step, layer, expert, done)
+            self._wake()
+
+    def _wake(self) -> None:
+        worker = self._seats[0].worker
+        if isinstance(worker, SimGpu):
+            worker.later(5, worker.woken)
+
     # ---- the shell's part ----
 
-    def _take(self, reports: list[Passed]) -> None:
-        for passed in reports:
-            self.story.num_passed += 1
-            self._tell(passed)
+    def _take(self, news: Sequence[Passed | Ran | Copied | Executed]) -> None:
+        for event in news:
+            self.story.num_passed += isinstance(event, Passed)
+            self.story.num_seen += isinstance(event, (Copied, Executed))
+            self._tell(event)
 
     def _later_told(self, retired: Retired) -> None:
         """The board answers within the handling of another event; the core hears it afterwards."""
@@ -323,10 +363,15 @@ class Simulation:
         self.story.num_stale += is_stale
         self.onlooker.saw(event, commands, is_stale=is_stale)
         for command in commands:
-            if isinstance(command, Message):
-                self._carry(command)
+            if isinstance(command, (Copy, Execute)):
+                self._finished.asked(command)
             elif isinstance(command, TABLE_COMMANDS):
                 self._board.carry(command)
+                if isinstance(command, ResetTable):
+                    self._finished.copies_are_void()
+        for command in commands:
+            if isinstance(command, Message):
+                self._carry(command)
         self.onlooker.check_table(ResidencyReader(self._memory, self._grant))
         if not is_stale and not isinstance(event, Foreseen) and self._has_luck():
             self.after(self.latency(200), lambda: self._repeat(event))
@@ -340,7 +385,10 @@ class Simulation:
         self._tell(event, is_stale=True)
 
     def _carry(self, command: Message) -> None:
-        worker = self._workers[command.epoch]  # type: ignore[attr-defined]
+        epoch: Epoch = command.epoch  # type: ignore[attr-defined]
+        if epoch == self._leaving:
+            return  # the core is about to hear of its end
+        worker = self._workers[epoch]
         arrives = max(
             self.now + self.latency(self.scenario.message_ns), worker.last_command_arrives
         )
@@ -404,8 +452,12 @@ class Simulation:
 
         def lost() -> None:
             if self._workers.pop(worker.epoch, None) is not None:
+                self._leaving = worker.epoch
+                self._take(self._finished.look())
                 self._take(self._board.before(WorkerLost(worker.epoch)))
+            self._leaving = NOBODY
             self._tell(WorkerLost(worker.epoch))
+            self._finished.lost(worker.epoch)
             if self.rng.random() < 0.2:
                 self._tell(
                     WorkerJoined(worker.epoch, worker.role, 1.0, worker.ready().arena),

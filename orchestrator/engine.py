@@ -198,6 +198,7 @@ class Engine:
                         settings.num_cpu_workers,
                         run_dir,
                         settings.log_flags,
+                        settings.kernel_flags,
                         self._hub.last_words,
                         self._fatal,
                     )

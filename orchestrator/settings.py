@@ -62,6 +62,8 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: How single tokens run through the dense part. Recording costs a start some tenths of a second
     #: per layer and compiling minutes, more than a short answer would get back: so a person asks.
     dense_path: str = "eager"
+    #: The most that workers may use of the processor for experts.
+    max_isa: str = "best"
     is_supervising: bool = False
     #: Read end of a pipe whose other end the parent holds: its end ends the pipeline.
     parent_fd: int | None = None
@@ -72,6 +74,11 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     def log_flags(self) -> list[str]:
         """How workers are told to log."""
         return ["--log-level", self.log_level, "--log-format", self.log_format]
+
+    @property
+    def kernel_flags(self) -> list[str]:
+        """What workers that compute experts are told besides."""
+        return ["--max-isa", self.max_isa]
 
     @property
     def host_bytes_per_s(self) -> float | None:

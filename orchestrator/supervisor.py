@@ -48,6 +48,7 @@ class Supervisor:
         num_cpu_workers: int,
         run_dir: RunDir,
         log_flags: list[str],
+        kernel_flags: list[str],
         last_words: Callable[[int], str],
         on_fatal: Callable[[str, int], None],
     ) -> None:
@@ -55,6 +56,7 @@ class Supervisor:
         self._roles += ["cpu_worker"] * num_cpu_workers
         self._run_dir = run_dir
         self._log_flags = log_flags
+        self._kernel_flags = kernel_flags
         self._last_words = last_words
         self._on_fatal = on_fatal
         self._stopping = asyncio.Event()
@@ -74,6 +76,9 @@ class Supervisor:
     async def _keep(self, role: Role) -> None:
         backoff_s = _FIRST_BACKOFF_S
         num_failed_starts = 0
+        flags = self._log_flags
+        if role != "dma_worker":
+            flags = [*flags, *self._kernel_flags]
         while not self._stopping.is_set():
             started_s = time.monotonic()
             try:
@@ -84,7 +89,7 @@ class Supervisor:
                     role,
                     "--run-dir",
                     str(self._run_dir.path),
-                    *self._log_flags,
+                    *flags,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
                     start_new_session=True,  # a Ctrl-C at the terminal is the orchestrator's

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from protocol.errors import UserError
 from protocol.logs import LOG_FORMATS
-from protocol.worker_flags import LOG_LEVELS, number
+from protocol.worker_flags import LOG_LEVELS, MAX_ISAS, number
 
 if TYPE_CHECKING:
     from orchestrator.settings import PipelineSettings
@@ -208,6 +208,12 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
         "that takes minutes, needs a C++ compiler (default: eager)",
     )
     group.add_argument(
+        "--max-isa",
+        choices=MAX_ISAS,
+        help="the most that workers may use of the processor for experts; the bits are the same "
+        "for all but torch (default: best)",
+    )
+    group.add_argument(
         "--digest-logits",
         action="store_true",
         default=None,
@@ -238,6 +244,7 @@ _FIELDS = {
     "worker_timeout": "worker_timeout_s",
     "digest_logits": "digest_logits",
     "dense_path": "dense_path",
+    "max_isa": "max_isa",
 }
 
 

@@ -22,7 +22,7 @@ needs_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="for x86-6
 def build_check(folder: Path, *flags: str) -> Path:
     """The program kernel_check, statically linked."""
     configure = ["cmake", "-S", REPO_ROOT, "-B", folder, "-DHEADRACE_BUILD_CHECK=ON", *flags]
-    build = ["cmake", "--build", folder, "--target", "kernel_check"]
+    build = ["cmake", "--build", folder, "--target", "kernel_check", "--parallel", "2"]
     for command in (configure, build):
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -180,7 +180,9 @@ def _cliff(slots: int, num_layers: int, top_k: int, total_experts: int) -> FitFi
             "can use it again, so expect hardly any hits; take more slots if you can",
         )
     return FitFinding(
-        "cache", "yes", f"{slots} slots hold the {demand} experts of {slots / demand:.1f} tokens"
+        "cache",
+        "yes",
+        f"{slots} slots keep the experts of the last {slots / demand:.1f} tokens ({demand} each)",
     )
 
 

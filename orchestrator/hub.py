@@ -244,7 +244,8 @@ class Hub:
             return
         worker.is_ready = True
         worker.bytes_per_s = ready.bytes_per_s
-        log.info("%s is ready, %.2f GB/s", worker, ready.bytes_per_s / 1e9)
+        rate = f", {ready.bytes_per_s / 1e9:.2f} GB/s" if ready.bytes_per_s else ""
+        log.info("%s is ready%s", worker, rate)
         self._on_change(worker, "joined")
         self._deliver(WorkerJoined(worker.epoch, worker.role, ready.bytes_per_s, ready.arena))
 

@@ -74,8 +74,7 @@ class LoadProgress:
             self._last_line_s = now_s
             percent = 100 * done_bytes / total_bytes if total_bytes else 100.0
             print(  # noqa: T201
-                f"headrace: loading {self._model_name}: {percent:.0f} % of "
-                f"{total_bytes / 1e9:.2f} GB ({text})",
+                f"headrace: {text}: {percent:.0f} % of {total_bytes / 1e9:.2f} GB",
                 file=sys.stderr,
                 flush=True,
             )

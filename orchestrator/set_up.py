@@ -5,6 +5,7 @@ Values only, and the segments: everything here happens once, between loading and
 
 from __future__ import annotations
 
+import ctypes
 import os
 from typing import TYPE_CHECKING
 
@@ -51,9 +52,18 @@ def check_settings(settings: PipelineSettings) -> None:
     """Find what is wrong before anything heavy begins.
 
     Raises:
-        UserError: slots, policy, planner or fill mode make no sense, whatever the model.
+        UserError: slots, policy, planner or fill mode make no sense, whatever the model, or
+            the device cannot be had here.
     """
     count_slots(settings.slots, MANY_EXPERTS)
+    if settings.device == "cuda":
+        try:  # to load it touches no device; loading a model first would cost minutes
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            raise UserError(
+                "--device cuda needs a GPU, but no NVIDIA driver is here (libcuda.so.1); say "
+                "--device cpu, or ask `headrace doctor`."
+            ) from None
     try:
         make_policy(settings.policy)
         make_planner(settings.planner, _NO_COSTS)

@@ -81,7 +81,8 @@ def add_max_isa(parser: argparse.ArgumentParser) -> None:
 
 
 def number(kind: type[int] | type[float], least: float, what: str) -> Callable[[str], float]:
-    """An argparse type: a finite number of `kind`, at least `least`."""
+    """An argparse type: a finite number of `kind`, at least `least` (a tiny one: above 0)."""
+    bound = "above 0" if 0 < least < 1e-6 else f">= {least:g}"
 
     def parse(text: str) -> float:
         try:
@@ -90,7 +91,7 @@ def number(kind: type[int] | type[float], least: float, what: str) -> Callable[[
             value = kind(-1)
         if not least <= value < float("inf"):
             raise argparse.ArgumentTypeError(
-                f"{text!r} does not serve: say a number >= {least:g} ({what})"
+                f"{text!r} does not serve: say a number {bound} ({what})"
             )
         return value
 

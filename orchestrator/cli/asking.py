@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from protocol.errors import UserError
@@ -68,6 +69,12 @@ class ServerAddress:
             return opener.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as error:
             with error:
+                if error.code == HTTPStatus.UNAUTHORIZED:
+                    raise UserError(
+                        f"The server at {self.url} asks for its API key and "
+                        f"{'was given a wrong one' if self._key else 'was given none'}; say "
+                        "HEADRACE_API_KEY=KEY or --api-key KEY."
+                    ) from None
                 raise UserError(_sentence_of(error.read()) or f"{self.url}: {error}") from None
         except (urllib.error.URLError, OSError) as error:
             reason = getattr(error, "reason", error)

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.cli.asking import ServerAddress, add_server
-from protocol.errors import EXIT_OK
+from protocol.errors import EXIT_OK, UserError
 from protocol.worker_flags import number
 
 if TYPE_CHECKING:
@@ -52,7 +52,10 @@ def run(options: argparse.Namespace) -> int:
     """Returns the exit code; raises UserError."""
     chat = Chat(ServerAddress(options, os.environ), options)
     if not sys.stdin.isatty():
-        chat.answer(sys.stdin.read().strip())
+        text = sys.stdin.read().strip()
+        if not text:
+            raise UserError('There is nothing to say: the input is empty; try echo "Hello" | ...')
+        chat.answer(text)
         return EXIT_OK
     print(f"{chat.model_name()}; /new begins anew, /quit ends", file=sys.stderr)
     while True:
@@ -70,6 +73,8 @@ def run(options: argparse.Namespace) -> int:
                 chat.answer(text)
             except KeyboardInterrupt:
                 print("\n(ended)", file=sys.stderr)
+            except UserError as error:  # as where the context is full: /new helps, leaving does not
+                print(f"headrace: {error}", file=sys.stderr)
 
 
 class Chat:
@@ -108,13 +113,18 @@ class Chat:
                 **self._fields,
             },
         )
+        is_whole = False
         try:
             for piece in _pieces(chunks, usage):
                 said.append(piece)
                 sys.stdout.write(piece)
                 sys.stdout.flush()
+            is_whole = True
         finally:
-            self._messages.append({"role": "assistant", "content": "".join(said)})
+            if said or is_whole:
+                self._messages.append({"role": "assistant", "content": "".join(said)})
+            else:  # a question that got no answer is as if it had not been asked
+                self._messages.pop()
         sys.stdout.write("\n")
         if sys.stderr.isatty() and usage:
             elapsed_s = time.monotonic() - started_s

@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "latency",
         help="where the time of a run went, from its latency log",
         description="Percentiles of every stage, overall and per layer, each stage's share of the "
-        "steps, and the slowest steps.",
+        "steps,\nand the slowest steps.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

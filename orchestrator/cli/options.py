@@ -44,7 +44,9 @@ def expert_dtype(text: str) -> str:
     try:
         parse_expert_dtype(text)
     except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        # argparse names the flag itself, and ends the sentence.
+        said = str(error).removeprefix("--expert-dtype ").removesuffix(".")
+        raise argparse.ArgumentTypeError(said) from None
     return text
 
 
@@ -57,11 +59,11 @@ def add_run_dir(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
-def add_log_level(parser: argparse.ArgumentParser) -> None:
+def add_log_level(parser: argparse.ArgumentParser, default: str = "warning") -> None:
     parser.add_argument(
         "--log-level",
         choices=LOG_LEVELS,
-        help="least level of the lines written to stderr (default: warning)",
+        help=f"least level of the lines written to stderr (default: {default})",
     )
 
 

@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "plan",
         help="does a model fit this machine, before anything is loaded",
         description="Say what a model needs (experts, dense weights, KV cache), how many expert "
-        "slots a VRAM budget holds, and whether host memory and limits allow it. Loads nothing.",
+        "slots\na VRAM budget holds, and whether host memory and limits allow it. Loads nothing.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

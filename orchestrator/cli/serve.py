@@ -61,7 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_run_dir(parser, "one per user")
     _add_server_flags(parser)
     add_pipeline_flags(parser)
-    add_log_level(parser)
+    add_log_level(parser, "info")
     add_log_format(parser)
     parser.set_defaults(func=lambda options: run(parser, options))
 

@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "simulate",
         help="what would a machine do with a recorded routing trace",
         description="Replay a routing trace through the core on a virtual clock, with the rates of "
-        "a machine profile, against bounds and other ways to do it.",
+        "a\nmachine profile, against bounds and other ways to do it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -236,7 +236,7 @@ def _show(answer: Study) -> None:
     console = console_for(sys.stdout)
     console.print(
         f"{answer.model}: {answer.num_steps} steps on {answer.profile}, {answer.num_slots} slots "
-        f"of {answer.expert_bytes / 1e6:.1f} MB; {answer.policy}, {answer.planner}, "
+        f"of {answer.expert_bytes / 1e6:.2f} MB; {answer.policy}, {answer.planner}, "
         f"fill-behind {answer.fill_behind}",
         style="bold",
     )

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from orchestrator.cli.options import add_run_dir
 from protocol.errors import EXIT_FAULT, EXIT_OK
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _EPILOG = """\
 example:
@@ -42,11 +46,11 @@ def run_status(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(msgspec.json.encode(status).decode() + "\n")
     else:
-        _print(status)
+        _print(status, options.run_dir)
     return EXIT_OK if status.is_ready else EXIT_FAULT
 
 
-def _print(status: object) -> None:
+def _print(status: object, run_dir: Path | None) -> None:
     from rich.table import Table
 
     from orchestrator.cli.terminal import console_for
@@ -70,6 +74,7 @@ def _print(status: object) -> None:
         )
     console.print(table)
     for role in status.missing_roles:
-        console.print(f"missing: {role}; start `headrace {role.replace('_', '-')}`")
+        where = "" if run_dir is None else f" --run-dir {run_dir}"
+        console.print(f"missing: {role}; start `headrace {role.replace('_', '-')}{where}`")
     if status.num_dropped_messages:
         console.print(f"{status.num_dropped_messages} messages made no sense and were dropped")

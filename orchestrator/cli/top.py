@@ -28,8 +28,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "top",
         help="watch a server: tokens, hits, bandwidths, workers",
-        description="Watch a server: tokens/s, hit rate, split of the misses, GB/s of each branch, "
-        "residency of each layer, workers. Ctrl-C ends.",
+        description="Watch a server: tokens/s, hit rate, split of the misses, GB/s of each "
+        "branch,\nresidency of each layer, workers. Ctrl-C ends.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

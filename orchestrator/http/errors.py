@@ -82,6 +82,11 @@ def from_validation(errors: list[Any]) -> ApiError:
     elif kind == "json_invalid":
         message = f"The body is not valid JSON: {first.get('ctx', {}).get('error', said)}."
         path = ""
+    elif not path and kind in ("model_attributes_type", "dict_type"):
+        message = (
+            "The body is not a JSON object; send one, with the header `Content-Type: "
+            "application/json`."
+        )
     else:
         message = f"{path or 'The body'}: {said.removeprefix('Value error, ')}."
     return bad_request(message, path or None)

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 DECODE_PHASE = 1
+#: How an .npz archive begins, an empty one, and a single array.
+_MAGICS = (b"PK\x03\x04", b"PK\x05\x06", b"\x93NUMPY")
+_MAGIC_BYTES = max(map(len, _MAGICS))
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,12 @@ def read_trace(path: Path) -> RoutingTrace:
     try:
         # Opened here, because numpy leaves it open when it turns out to be no archive.
         with path.open("rb") as file:
+            magic = file.read(_MAGIC_BYTES)
+            file.seek(0)
+            if not magic.startswith(_MAGICS):  # numpy would speak of pickles
+                raise UserError(
+                    f"{path} is not a routing trace (.npz); `headrace trace record` makes one."
+                )
             archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise UserError(f"{path} is a single array, not a routing trace (.npz).")

@@ -35,6 +35,13 @@ def test_who_may_ask_what(server: Server) -> None:
     assert server.client.get(CHAT).status_code == 405
 
 
+def test_a_body_without_its_type_is_told_the_header(server: Server) -> None:
+    said = b'{"prompt": "a"}'
+    answer = server.client.post(PLAIN, content=said, headers={"content-type": "text/plain"})
+    assert answer.status_code == 400
+    assert "Content-Type" in answer.json()["error"]["message"]
+
+
 def test_ids_of_requests(server: Server) -> None:
     answer = server.client.get("/version", headers={"x-request-id": "my-id.7"})
     assert answer.headers["x-request-id"] == "my-id.7"

@@ -102,6 +102,30 @@ def test_a_mistyped_flag_is_named_though_a_required_one_is_missing(
     assert arguments[1].partition("=")[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("--link-gbps", "-3", "say a number above 0 (GB/s)"),
+        ("--expert-dtype", "int3", "argument --expert-dtype: 'int3' is not known"),
+    ],
+)
+def test_a_wrong_value_is_told_in_plain_words(
+    flag: str, value: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--prompt", "x", flag, value])
+    err = capsys.readouterr().err
+    assert says in err
+    assert ".;" not in err
+
+
+def test_no_line_of_help_is_longer_than_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= 100, command
+
+
 def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

@@ -35,6 +35,18 @@ def test_what_no_model_can_mend(change: dict[str, str], says: str) -> None:
         check_settings(msgspec.structs.replace(SETTINGS, **change))
 
 
+def test_a_device_that_cannot_be_had_is_told_before_loading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_driver(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr("ctypes.CDLL", no_driver)
+    check_settings(SETTINGS)
+    with pytest.raises(UserError, match="no NVIDIA driver"):
+        check_settings(msgspec.structs.replace(SETTINGS, device="cuda"))
+
+
 def test_segments_are_made_and_closed() -> None:
     with contextlib.ExitStack() as stack:
         weights_fd = os.memfd_create("weights")

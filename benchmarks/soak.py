@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import sys
@@ -30,7 +31,6 @@ from benchmarks.server_process import ROOT, Server, call, server
 PROMPTS = ("def main():", "import os\n", "class Reader:", "The list of")
 _NUM_CLIENTS = 4
 _SAMPLE_EVERY = 50
-_KILL_EVERY = 200
 _ROLES = ("cpu_worker", "dma_worker", "gpu_worker")
 _RUBBISH = (b"", b"{", b"[]", b'{"prompt": 7}', b'{"prompt": "x", "n": 0}', b"\xff\xfe\x00")
 #: MB per 1000 requests beyond which memory counts as growing.
@@ -40,8 +40,9 @@ MAX_SLOPE_MB = 2.0
 class Soak:
     """One run against one server."""
 
-    def __init__(self, started: Server, num_requests: int, seed: int) -> None:
+    def __init__(self, started: Server, num_requests: int, kill_every: int, seed: int) -> None:
         self._started = started
+        self._kill_every = kill_every
         self._num_requests = num_requests
         self._chance = random.Random(seed)
         self._process = psutil.Process(started.process.pid)
@@ -65,8 +66,8 @@ class Soak:
             number = self._next
             if number % _SAMPLE_EVERY == 0:
                 self._sample(number)
-            if number % _KILL_EVERY == 0:
-                await self._kill(_ROLES[number // _KILL_EVERY % len(_ROLES)])
+            if number % self._kill_every == 0:
+                await self._kill(_ROLES[number // self._kill_every % len(_ROLES)])
             await self._one()
 
     async def _one(self) -> None:
@@ -82,7 +83,11 @@ class Soak:
         body = _body(prompt, stream=chance.random() < 0.5)
         if kind < 0.3:
             body["max_tokens"] = 500
-            await call(port, "POST", "/v1/completions", body, abort_after=chance.randrange(4))
+            # A stream is left after some parts, a whole answer after a moment.
+            num_parts, wait_s = chance.randrange(4), chance.random()
+            asked = call(port, "POST", "/v1/completions", body, abort_after=num_parts)
+            with contextlib.suppress(TimeoutError):
+                await (asked if body["stream"] else asyncio.wait_for(asked, wait_s))
             self.counts["aborted"] += 1
             return
         answer = await call(port, "POST", "/v1/completions", body)
@@ -157,6 +162,9 @@ def main() -> int:
     )
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo", metavar="DIR")
     parser.add_argument("--requests", type=int, default=2000, metavar="N")
+    parser.add_argument(
+        "--kill-every", type=int, default=200, metavar="N", help="requests between two deaths"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--quick", action="store_true", help="few requests, to see that it runs")
@@ -166,7 +174,7 @@ def main() -> int:
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         with server(args.model, Path(folder), "--slots", "50%") as started:
-            soak = Soak(started, num_requests, args.seed)
+            soak = Soak(started, num_requests, args.kill_every, args.seed)
             descriptors_before, children_before = soak.num_descriptors(), soak.num_children()
             asyncio.run(soak.run())
             descriptors, children = soak.num_descriptors(), soak.num_children()

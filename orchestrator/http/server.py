@@ -158,7 +158,7 @@ class HttpFront:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to host and port; 0 is any free port.
+    """A socket that listens on host and port; 0 is any free port.
 
     Raises:
         UserError: there is no such address, or the port is taken.
@@ -173,6 +173,7 @@ def listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
+        listener.listen(_BACKLOG)  # who comes before the server is up waits for it
     except OSError as error:
         listener.close()
         raise UserError(

@@ -6,8 +6,8 @@ where their results go. `run_expert` then gathers, computes and scatters one exp
 
     hidden[row_ids]  --ExpertFunction-->  rows[row, choice]
 
-A row names an expert at most once, so a place in `rows` is row * top_k + choice and every place
-has exactly one writer. With a single row (decode of one sequence) no index tensor is made at all:
+A place in `rows` is row * top_k + choice, and every place has exactly one writer, whoever computes
+the expert there. With a single row (decode of one sequence) no index tensor is made at all:
 its input is `hidden[0:1]` where it lies, as aligned and contiguous as a gathered copy.
 """
 
@@ -117,7 +117,8 @@ class StepRows:
     """Rows of one layer-step, for the experts it was made for.
 
     `hidden` [n, hidden_size], contiguous, holds the rows that enter. With one row, `choice_of` maps
-    an expert to its choice index and `by_expert` is empty; otherwise the other way round. With
+    an expert to its choice index and `by_expert` is empty; otherwise, or when the row names an
+    expert twice (routers do not, a table of experts by token may), the other way round. With
     `rows_apart` a row's bits must be those it would have alone, so who adds in an order that hangs
     on the number of rows computes one after the other.
     """
@@ -142,8 +143,9 @@ class StepRows:
         `hidden` is by default what was published."""
         if num_rows == 1:
             chosen = views.choices[0].tolist()
-            first = views.first_row if hidden is None else hidden
-            return cls(views, first, {expert: k for k, expert in enumerate(chosen)}, {})
+            choice_of = {expert: k for k, expert in enumerate(chosen)}
+            if len(choice_of) == len(chosen):
+                return cls(views, views.first_row if hidden is None else hidden, choice_of, {})
         hidden = views.hidden if hidden is None else hidden
         return cls(views, hidden, {}, rows_of(views.choices, num_rows, experts), rows_apart)
 

@@ -63,8 +63,8 @@ class Rows(Protocol):
 
 def count_choices(chosen: list[list[ExpertId]]) -> dict[ExpertId, int]:
     """Rows per expert, experts in the order of their first mention: row by row, best first."""
-    if len(chosen) == 1:
-        return dict.fromkeys(chosen[0], 1)
+    if len(chosen) == 1 and len(once := dict.fromkeys(chosen[0], 1)) == len(chosen[0]):
+        return once
     counts: dict[ExpertId, int] = {}
     for row in chosen:
         for expert in row:
@@ -125,7 +125,7 @@ class HostRows:
         self._step_rows = None
         if self._is_early:
             self._put_hidden()
-        if len(chosen) == 1:
+        if len(chosen) == 1 and len(self._counts) == len(chosen[0]):
             choice_of = dict(zip(chosen[0], range(len(chosen[0])), strict=True))
             self._step_rows = StepRows(self._views, self._hidden, choice_of, {})
         else:
@@ -248,7 +248,7 @@ class DeviceRows:
     def compute(self, experts: Sequence[ExpertId], slots: Sequence[SlotId]) -> None:
         for expert, slot in zip(experts, slots, strict=True):
             tensors = self._slots.tensors(slot)
-            if self._num_rows == 1:
+            if self._num_rows == 1 and len(self._counts) == len(self._chosen):
                 choice = self._chosen.index(expert)
                 result = self._function(tensors, self._hidden[0:1])
                 self._places[choice : choice + 1].copy_(result)

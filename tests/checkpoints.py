@@ -262,6 +262,8 @@ def fill_weights(model: torch.nn.Module, seed: int) -> None:
                 value.copy_(noise)
             elif leaf == "e_score_correction_bias" or leaf.endswith("bias"):
                 value.copy_(0.1 * noise)
+            elif leaf == "tid2eid":  # experts by token; a few tokens name one twice
+                value.copy_(torch.randint(owner.num_experts, value.shape, generator=generator))
             elif name not in dict(model.named_parameters()) or "A_log" in leaf or leaf == "D":
                 continue  # rotary tables, counters, decay rates: not for us to choose
             elif value.dim() >= 2:

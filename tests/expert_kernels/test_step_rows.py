@@ -41,7 +41,9 @@ def test_rows_of_finds_every_choice_once(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("chosen", [[[3, 1]], [[3, 1], [0, 3]], [[1, 2], [0, 1], [1, 5], [4, 0]]])
+@pytest.mark.parametrize(
+    "chosen", [[[3, 1]], [[2, 2]], [[3, 1], [0, 3]], [[1, 2], [0, 1], [1, 5], [4, 0]]]
+)
 def test_run_expert_writes_its_places_and_no_other(chosen: list[list[int]], dtype: str) -> None:
     use_one_thread()
     views = make_views(dtype=dtype)

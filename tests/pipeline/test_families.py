@@ -42,15 +42,7 @@ def transformers_tokens(model_dir: Path) -> list[int]:
     return [int(token) for token in output[0, prompt.shape[1] :]]
 
 
-#: Its tokens part from transformers' after the first: why is not known yet.
-DIFFERS = pytest.param(
-    "deepseek_v4", marks=pytest.mark.xfail(reason="tokens differ from generate()", strict=True)
-)
-
-
-@pytest.mark.parametrize(
-    "family", [*FAMILIES, *(name for name in MORE_FAMILIES if name != "deepseek_v4"), DIFFERS]
-)
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 def test_greedy_tokens_equal_transformers(
     family: str, tmp_path: Path, processes: Processes
 ) -> None:

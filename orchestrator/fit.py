@@ -37,6 +37,8 @@ class Question(msgspec.Struct, frozen=True):
     vram_bytes: int | None = None
     slots: str | None = None
     context: int | None = None
+    #: Requests at once, each with a KV cache of its own.
+    max_num_seqs: int = 1
 
 
 class FitFinding(msgspec.Struct, frozen=True):
@@ -64,6 +66,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     dense_bytes: int
     kv_bytes: int
     context: int
+    max_num_seqs: int
     slots: int
     arena_bytes: int
     host_needed_bytes: int
@@ -86,7 +89,7 @@ def plan_fit(
     layout = inspection.layout
     limit = inspection.context_length or _DEFAULT_CONTEXT
     context = min(question.context or min(limit, _DEFAULT_CONTEXT), limit)
-    kv_bytes = inspection.kv_bytes_per_token * context
+    kv_bytes = inspection.kv_bytes_per_token * context * question.max_num_seqs
     findings: list[FitFinding] = []
     if question.vram_bytes is not None:
         slots = _slots_in(inspection, question.vram_bytes, kv_bytes, findings)
@@ -127,6 +130,7 @@ def plan_fit(
         dense_bytes=inspection.dense_bytes,
         kv_bytes=kv_bytes,
         context=context,
+        max_num_seqs=question.max_num_seqs,
         slots=slots,
         arena_bytes=slots * layout.block_bytes,
         host_needed_bytes=host_bytes,

@@ -58,6 +58,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="tokens of KV cache to plan for (default: the model's own limit, at most 8192)",
     )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=number(int, 1, "sequences"),
+        metavar="N",
+        help="requests at once, each with such a cache (default: 4, as when serving)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.set_defaults(func=run_plan)
 
@@ -69,7 +75,7 @@ def run_plan(options: argparse.Namespace) -> int:
     from expert_store.memory import memory_room
     from orchestrator.fit import Question, plan_fit
     from orchestrator.loading import LoaderFault, inspect_model
-    from orchestrator.settings import MANY_EXPERTS, count_slots
+    from orchestrator.settings import DEFAULT_MAX_NUM_SEQS, MANY_EXPERTS, count_slots
     from protocol.machine import read_memlock, read_shm
 
     if options.slots is not None:
@@ -85,6 +91,7 @@ def run_plan(options: argparse.Namespace) -> int:
         vram_bytes=None if options.vram_gb is None else int(options.vram_gb * 1e9),
         slots=options.slots,
         context=options.context,
+        max_num_seqs=options.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
     )
     room = memory_room()
     fit = plan_fit(inspection, question, room, read_memlock(), read_shm())
@@ -111,7 +118,7 @@ def _show(fit: Fit) -> None:
         f"{fit.total_experts} experts in {fit.num_layers} MoE layers, {fit.top_k} per token, "
         f"{size(fit.expert_bytes)} each: {size(fit.store_bytes)}; dense weights "
         f"{size(fit.dense_bytes)}; KV cache {size(fit.kv_bytes)} for "
-        f"{fit.context} tokens"
+        f"{fit.max_num_seqs} x {fit.context} tokens"
     )
     table = Table(box=None, padding=(0, 2, 0, 0))
     colours = {"yes": "green", "note": "yellow", "no": "bold red"}

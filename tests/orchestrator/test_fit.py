@@ -61,6 +61,12 @@ def verdicts(fit: Fit) -> dict[str, str]:
     return {finding.resource: finding.verdict for finding in fit.findings}
 
 
+def test_each_request_at_once_has_a_cache_of_its_own() -> None:
+    one, four = (ask(Question(context=100, max_num_seqs=number)) for number in (1, 4))
+    assert (one.kv_bytes, four.kv_bytes) == (100_000, 400_000)
+    assert four.host_needed_bytes - one.host_needed_bytes == 300_000
+
+
 def test_slots_that_fit_leave_room_for_everything_else() -> None:
     block_bytes = inspection().layout.block_bytes
     budget = 50_000_000 + 4096 * 1000 + DEVICE_RESERVE_BYTES + 20 * block_bytes

@@ -2,7 +2,7 @@
 
 transformers' decode of one token spends most of its time in Python: wrappers, keyword arguments,
 masks, positions, all of them the same for every token. So the model's own forward is run once under
-`make_fx`, which records the operations; what depends on the token, on its position and on earlier
+a recorder of tensor operations; what depends on the token, on its position and on earlier
 tokens stays a tensor. Two kinds of calls are not looked into and become *sites*:
 
     attention   keys and values are added to the sequence's cache, then the family's own attention
@@ -29,13 +29,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.cache_utils import DynamicCache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gpu_worker.kv_cache import GrowingLayer, GrowingSlidingLayer, is_growing
+from gpu_worker.op_recorder import OpRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -133,7 +133,10 @@ def trace_step(
         try:
             step(token, position)
             recorder.is_probing = False
-            graph = make_fx(step, pre_dispatch=True)(token, position)
+            operations = OpRecorder(token, position)
+            with operations.recording():
+                logits = step(token, position)
+            graph = operations.finish(logits)
         except Untraceable:
             raise
         except Exception as error:  # whatever the family's code does with a recorded tensor

@@ -59,9 +59,9 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     replay_routing: Path | None = None
     worker_timeout_s: float = DEFAULT_WORKER_TIMEOUT_S
     digest_logits: bool = False
-    #: How single tokens run through the dense part. Recording costs a start some tenths of a second
-    #: per layer and compiling minutes, more than a short answer would get back: so a person asks.
-    dense_path: str = "eager"
+    #: How single tokens run through the dense part. Recording costs a start some hundredths of a
+    #: second per layer; compiling takes minutes and rounds elsewhere, so a person asks for it.
+    dense_path: str = "traced"
     #: The most that workers may use of the processor for experts.
     max_isa: str = "best"
     is_supervising: bool = False

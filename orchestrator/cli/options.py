@@ -207,7 +207,14 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
         choices=DENSE_PATHS,
         help="how single tokens run outside the experts. eager: as transformers does; traced: "
         "recorded at the start, then replayed bit for bit; compiled: fastest, after a first start "
-        "that takes minutes, needs a C++ compiler (default: eager)",
+        "that takes minutes, needs a C++ compiler (default: traced)",
+    )
+    group.add_argument(
+        "--eager",
+        action="store_const",
+        dest="dense_path",
+        const="eager",
+        help="the same as --dense-path eager",
     )
     group.add_argument(
         "--max-isa",

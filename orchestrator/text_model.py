@@ -33,6 +33,8 @@ _DEFAULT_CONTEXT = 4096
 _WHOLE_PROMPT_FAMILIES = frozenset({"jamba"})
 #: Longest prompt of such a family: all of it is rows of one step.
 MAX_WHOLE_PROMPT = 2048
+#: Characters, or tokens, from which on the other threads of the process are let run meanwhile.
+_LONG = 10_000
 
 
 class TextModel:
@@ -119,7 +121,14 @@ class TextModel:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a text. A chat template writes special tokens itself: then none are added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        if len(text) < _LONG:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Only of a batch does the package let go of the interpreter's lock. A few MB take seconds,
+        # and the orchestrator's loop must go on beside a thread that tokenises.
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return list(encoding.ids)
 
     def entry(self, token: int) -> str | None:
         """How the vocabulary writes a token; None where it has none of this number."""
@@ -139,7 +148,11 @@ class TextModel:
         return str(self._tokenizer.to_str())
 
     def decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        """Text of tokens, special ones left out."""
+        if len(tokens) < _LONG:
+            return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        (text,) = self._tokenizer.decode_batch([tokens], skip_special_tokens=True)
+        return str(text)
 
 
 class Detokenizer:

@@ -91,6 +91,8 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         sentence = {
+            # Of a body of JSON the framework says no more than that.
+            400: "The body cannot be read; send a JSON object in UTF-8, not too deeply nested.",
             404: f"There is nothing at {request.url.path}.",
             405: f"{request.method} is not for {request.url.path}.",
         }.get(error.status_code, str(error.detail))

@@ -78,7 +78,9 @@ def from_validation(errors: list[Any]) -> ApiError:
     if kind == "extra_forbidden":
         message = f"{path} is not a field that this server knows; leave it out."
     elif kind == "missing":
-        message = f"{path} is missing."
+        message = f"{path or 'The body'} is missing."
+    elif kind == "model_attributes_type" and not path:
+        message = "The body is not a JSON object; send one, with Content-Type: application/json."
     elif kind == "json_invalid":
         message = f"The body is not valid JSON: {first.get('ctx', {}).get('error', said)}."
         path = ""

@@ -35,12 +35,21 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 async def check_text(request: Request) -> None:
-    """Refuse half of a surrogate pair: it is in no text, and nothing further in could encode it.
+    """Refuse half of a surrogate pair, escaped or not: it is in no text, and nothing further in
+    could encode it. JSON in UTF-16 or UTF-32, which the framework would read, hides such halves
+    from a look at the bytes; both have zeros in them, and JSON in UTF-8 never has.
 
     Raises:
         ApiError: 400.
     """
     raw = await request.body()
+    try:
+        raw.decode()
+        is_utf8 = b"\0" not in raw
+    except UnicodeDecodeError:
+        is_utf8 = False
+    if not is_utf8:
+        raise bad_request("The body is not valid UTF-8; send JSON in UTF-8.")
     if _SURROGATE.search(raw):
         try:
             msgspec.json.decode(raw)

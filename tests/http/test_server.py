@@ -105,6 +105,9 @@ def test_a_bad_request_names_its_field(
         b"\xff\xfe",
         b'{"prompt": "\\ud800", "max_tokens": 1}',
         b'{"prompt": "x", "\\udfff": 1}',
+        b'{"prompt": "\xed\xa0\x80", "max_tokens": 1}',  # half of a pair, not escaped
+        '{"prompt": "\\ud800", "max_tokens": 1}'.encode("utf-16-le"),
+        '{"prompt": "\ud800", "max_tokens": 1}'.encode("utf-32-be", "surrogatepass"),
         b'{"prompt": "x", "temperature": NaN}',
         b'{"prompt": ' + b"[" * 50_000,
         b'{"prompt": "x", "logit_bias": {"1": Infinity}}',
@@ -113,7 +116,16 @@ def test_a_bad_request_names_its_field(
 def test_rubbish_is_a_bad_request(server: Server, body: bytes) -> None:
     answer = server.client.post(PLAIN, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["message"]
+    assert answer.json()["error"]["message"].startswith(("The body", "temperature", "logit_bias"))
+    assert answer.json()["error"]["message"].endswith(".")
+
+
+def test_json_of_another_type_is_told_what_it_lacks(server: Server) -> None:
+    answer = server.client.post(
+        PLAIN, content=b'{"prompt": "x"}', headers={"content-type": "text/plain"}
+    )
+    assert answer.status_code == 400
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
 
 
 def test_a_large_body_is_refused_stated_or_not(server: Server) -> None:

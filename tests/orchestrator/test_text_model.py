@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
-
+import threading
+from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -14,8 +14,7 @@ from orchestrator.text_model import Detokenizer, TextModel
 from protocol.errors import UserError
 from tests.orchestrator.byte_model import byte_tokenizer
 
-if TYPE_CHECKING:
-    from pathlib import Path
+DEMO = Path(__file__).resolve().parents[2] / "models/demo"
 
 
 def write_model(path: Path, **config: object) -> Path:
@@ -106,3 +105,31 @@ def test_broken_files_are_one_sentence(
     with pytest.raises(UserError, match=says) as caught:
         TextModel.load(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised() -> None:
+    """The loop of the orchestrator is such a thread: a large prompt must not stop every stream."""
+    model = TextModel.load(DEMO)
+    beats = [0]
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.wait(0.001):
+            beats[0] += 1
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    try:
+        before = beats[0]
+        tokens = model.encode("some words " * 40_000)
+        between = beats[0]
+        text = model.decode(tokens * 5)
+        after = beats[0]
+    finally:
+        is_over.set()
+        beating.join()
+    assert between - before > 5
+    assert after - between > 5
+    short = model.encode("some words " * 40)
+    assert tokens[: len(short) - 1] == short[:-1]
+    assert text == "some words " * 200_000

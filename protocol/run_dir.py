@@ -100,19 +100,32 @@ class LockedRunDir(RunDir):
                 "name another --run-dir."
             ) from None
         _check_private(path)
-        self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._lock_fd = os.open(path / "lock", flags, 0o600)
+        except OSError as error:
+            raise _unusable(path, error) from None
+        try:
+            self._hold()
+            os.ftruncate(self._lock_fd, 0)
+            os.pwrite(self._lock_fd, str(os.getpid()).encode(), 0)
+            self._remove_sockets()
+        except OSError as error:
+            os.close(self._lock_fd)
+            raise _unusable(path, error) from None
+        except UserError:
+            os.close(self._lock_fd)
+            raise
+
+    def _hold(self) -> None:
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             holder = os.pread(self._lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._lock_fd)
             raise UserError(
-                f"The run directory {path} is in use by process {holder}; stop that pipeline or "
-                "name another --run-dir."
+                f"The run directory {self.path} is in use by process {holder}; stop that pipeline "
+                "or name another --run-dir."
             ) from None
-        os.ftruncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, str(os.getpid()).encode(), 0)
-        self._remove_sockets()
 
     def _remove_sockets(self) -> None:
         for name in ("control.sock", "lifeline.sock"):
@@ -128,6 +141,14 @@ class LockedRunDir(RunDir):
         if self._is_created:
             with contextlib.suppress(OSError):
                 self.path.rmdir()
+
+
+def _unusable(path: Path, error: OSError) -> UserError:
+    name = Path(os.fsdecode(error.filename)).name if error.filename else "lock"
+    return UserError(
+        f"The run directory {path} cannot be used: {name}: {error.strerror}; remove it or name "
+        "another --run-dir."
+    )
 
 
 def _check_private(path: Path) -> None:

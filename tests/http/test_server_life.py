@@ -159,6 +159,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path, processes: Processes) -> None
             ((DEMO, "--config", config), "did you mean slots?"),
             ((DEMO, "--port", "99999"), "not a port"),
             ((DEMO, "--host", "no.such.host.invalid"), "no address"),
+            ((DEMO, "--host", "a..b"), "no address"),
             ((DEMO, "--port", port), "choose another --port"),
             ((tmp_path / "none", "--port", 0, "--run-dir", tmp_path / "r"), "no directory"),
         ]

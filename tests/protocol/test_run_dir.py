@@ -84,6 +84,27 @@ def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
             RunDir(place).check_joinable()
 
 
+@pytest.mark.parametrize("name", ["lock", "control.sock", "lifeline.sock"])
+def test_what_cannot_be_replaced_is_named(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir(mode=0o700)
+    (path / name).mkdir()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(UserError, match=f"cannot be used: {name}: .*another --run-dir"):
+        LockedRunDir(path)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_lock_that_leads_elsewhere_is_not_followed(tmp_path: Path) -> None:
+    path, precious = tmp_path / "run", tmp_path / "precious"
+    path.mkdir(mode=0o700)
+    precious.write_text("to be kept")
+    (path / "lock").symlink_to(precious)
+    with pytest.raises(UserError, match="cannot be used: lock: "):
+        LockedRunDir(path)
+    assert precious.read_text() == "to be kept"
+
+
 def test_a_place_where_none_can_be_made() -> None:
     with pytest.raises(UserError, match=r"/proc/headrace-test cannot be made: .*--run-dir"):
         LockedRunDir(Path("/proc/headrace-test"))

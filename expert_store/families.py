@@ -44,6 +44,8 @@ _TOP_K_NAMES = (
     "moe_top_k",
     "top_k",
 )
+#: Layers that may come of one tensor of a file: far more than in any layout that stacks them.
+_LAYERS_PER_TENSOR = 256
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,15 @@ def read_model_shape(checkpoint: Checkpoint) -> ModelShape:
     """Build the model on meta and find its experts. Raises UnsupportedModelError."""
     config, model_class = resolve_model_class(checkpoint)
     family = f"{checkpoint.directory}: {model_class.__name__} ({config.model_type})"
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    most_layers = _LAYERS_PER_TENSOR * max(1, len(checkpoint.tensors))
+    if isinstance(num_layers, int) and num_layers > most_layers:
+        # To build them, only to find that they have no weights, could take hours.
+        raise UnsupportedModelError(
+            f"{family}: its config has {num_layers} layers and its files have"
+            f" {len(checkpoint.tensors)} tensors; config.json and weights belong to different"
+            " models"
+        )
     try:
         with torch.device("meta"), _quiet_transformers():
             meta_model = model_class(config)
@@ -139,6 +150,13 @@ def read_model_shape(checkpoint: Checkpoint) -> ModelShape:
                 f" {found[0][0]}; models with unlike MoE layers are not supported"
             )
     prove_form(found[0][1], forms[0], family)
+    top_k = _top_k(config.get_text_config(), family)
+    most_experts = max(module.num_experts for _, module in found)
+    if top_k > most_experts:
+        raise UnsupportedModelError(
+            f"{family}: its config says that a token uses {top_k} of {most_experts} experts;"
+            " correct config.json"
+        )
     return ModelShape(
         config=config,
         model_class=model_class,
@@ -148,7 +166,7 @@ def read_model_shape(checkpoint: Checkpoint) -> ModelShape:
             for path, module in found
         ),
         form=forms[0],
-        top_k=_top_k(config.get_text_config(), family),
+        top_k=top_k,
     )
 
 

@@ -211,6 +211,19 @@ def test_invalid_config(tmp_path: Path) -> None:
     assert "qwen3_moe" in refusal({"model_type": "qwen3_moe", "hidden_size": "wide"}, tmp_path)
 
 
+def test_more_layers_than_the_files_can_hold(tmp_path: Path) -> None:
+    message = refusal({"model_type": "qwen3_moe", "num_hidden_layers": 10**9}, tmp_path)
+    assert "1000000000 layers" in message
+    assert "different models" in message
+
+
+def test_more_experts_per_token_than_there_are(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "head_dim": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 5, "moe_intermediate_size": 8}
+    message = refusal({"model_type": "qwen3_moe", **sizes, **experts}, tmp_path)
+    assert "5 of 4 experts" in message
+
+
 def test_no_text_generation(tmp_path: Path) -> None:
     assert "no text generation for 'vit'" in refusal({"model_type": "vit"}, tmp_path)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st

@@ -16,7 +16,9 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import select
 import sys
+import threading
 from pathlib import Path
 
 from expert_store.checkpoint import open_checkpoint
@@ -73,5 +75,17 @@ def main(arguments: list[str]) -> int:
     return EXIT_OK
 
 
+def _end_without_reader(reports_fd: int) -> None:
+    """End this process once nobody can read its reports any more: a parent that was killed takes
+    back nothing, and an import, a slow file or a model's making can keep it from the next report
+    for long."""
+    poller = select.poll()
+    poller.register(reports_fd, 0)  # errors and hang-ups are always told; a file has none
+    poller.poll()
+    os._exit(EXIT_FAULT)
+
+
 if __name__ == "__main__":
+    watched = (os.dup(sys.stdout.fileno()),)
+    threading.Thread(target=_end_without_reader, args=watched, daemon=True).start()
     sys.exit(main(sys.argv[1:]))

@@ -190,3 +190,23 @@ def test_a_load_stays_within_its_memory(tmp_path: Path, segment: int) -> None:
     dense_bytes = sum(entry for entry in done[-1:]) - layout.expert_bytes * layout.total_experts
     assert peak_bytes > layout.total_bytes
     assert peak_bytes <= 1.05 * layout.total_bytes + dense_bytes + 400_000_000
+
+
+def test_it_ends_with_whoever_reads_its_reports(tmp_path: Path) -> None:
+    """It waits for a file that never comes, so no report tells it that its parent is gone."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    index = {"weight_map": {"x": "never.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    os.mkfifo(tmp_path / "never.safetensors")
+    loader = subprocess.Popen(
+        [*LOADER, "inspect", "--model", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    try:
+        assert loader.stdout is not None
+        with pytest.raises(subprocess.TimeoutExpired):
+            loader.wait(1.0)
+        loader.stdout.close()
+        assert loader.wait(60) == 1
+    finally:
+        loader.kill()
+        loader.wait()

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headrace")
 
+#: Without descriptors nobody can be let in: so long until the next attempt, as whoever waits at the
+#: door would otherwise wake the loop without end.
+_FULL_S = 1.0
 #: From the end of a line to SIGKILL: a worker that leaves in order needs less.
 _LEAVE_S = 2.0
 #: From SIGKILL to taking a process for over all the same (it hangs inside the kernel).
@@ -75,7 +78,11 @@ class Lifelines:
         self._segments: list[SegmentGrant] | None = None
         self._fds: list[int] = []
         self._listener = listen(run_dir)
-        loop.add_reader(self._listener.fileno(), self._accept)
+        self._reopening: asyncio.TimerHandle | None = None
+        self._listen()
+
+    def _listen(self) -> None:
+        self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def open(self, segments: list[SegmentGrant], fds: list[int]) -> None:
         """The segments exist: grant them to all who wait and to all who come. The descriptors stay
@@ -92,7 +99,12 @@ class Lifelines:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.warning("a process cannot join now: %s; raise `ulimit -n`", error.strerror)
+            self._loop.remove_reader(self._listener.fileno())
+            self._reopening = self._loop.call_later(_FULL_S, self._listen)
             return
         connection.setblocking(False)
         if len(self._lines) >= _MAX_LINES:
@@ -157,6 +169,8 @@ class Lifelines:
     def close(self) -> None:
         """Close all lines: every process at their other ends sees it and leaves."""
         self._loop.remove_reader(self._listener.fileno())
+        if self._reopening is not None:
+            self._reopening.cancel()
         self._listener.close()
         for line in self._lines.values():
             self._loop.remove_reader(line.connection.fileno())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -188,3 +189,27 @@ def test_own_process_is_never_killed() -> None:
     line.kill()
     line.close()
     theirs.close()
+
+
+def test_without_descriptors_it_tries_again_later_and_does_not_spin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lifelines, "_FULL_S", 0.2)
+
+    async def story(scene: Scene) -> None:
+        with socket.socket(socket.AF_UNIX) as peer:
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            lowest_free = os.dup(0)
+            os.close(lowest_free)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+            try:
+                peer.connect(scene.run_dir.lifeline_path)
+                await until(lambda: "cannot join now" in caplog.text)
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                assert caplog.text.count("cannot join now") == 1
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            await until(lambda: len(scene.lifelines._lines) == 1)
+
+    run(tmp_path, story)

@@ -50,6 +50,7 @@ from orchestrator.load_progress import LoadProgress, tell_errors
 from orchestrator.loading import LoaderFault, load_store
 from orchestrator.log_file import LogFile
 from orchestrator.native_reuse import load_kernel
+from orchestrator.news import News
 from orchestrator.requests import RequestBook
 from orchestrator.set_up import check_settings, core_config, log_header, make_segments, worker_setup
 from orchestrator.settings import PipelineSettings, count_slots
@@ -97,6 +98,7 @@ class Engine:
         self._front = front
         self._draining: asyncio.Task[None] | None = None
         self.totals = Totals()
+        self._news = News(time.monotonic)
         self._loop: asyncio.AbstractEventLoop
         self._ended: asyncio.Future[Ending]
         self._core: Core | None = None
@@ -328,12 +330,10 @@ class Engine:
                 case RequestDone():
                     self._finish(command)
                 case Drifted() | ArmTaken():
-                    log.info("%s", command)
+                    self._news.tell(command)
                 case Stalled():
                     log.warning("%s", command.text)
                     self._clients.tell(self.status(command.text))
-                case _:
-                    pass
 
     def _finish(self, done: RequestDone) -> None:
         self._clients.done(done, self.fold.end_request(done.request))

@@ -331,7 +331,7 @@ class Engine:
                     self._finish(command)
                 case Drifted() | ArmTaken():
                     self._news.tell(command)
-                case Stalled():
+                case Stalled() if not self._ended.done():  # who leaves needs no workers
                     log.warning("%s", command.text)
                     self._clients.tell(self.status(command.text))
 
@@ -395,6 +395,8 @@ class Engine:
             self._status_text = "serving"
             if self._supervisor is not None:
                 self._supervisor.worker_is_ready(worker.line.pid)
+            if self.status().is_ready:
+                log.info("ready: all workers are here")
         now_ns, pid = time.monotonic_ns(), worker.line.pid
         self.fold.record(WorkerRecord(worker.epoch, worker.role, pid, change, now_ns))
 
@@ -410,8 +412,7 @@ class Engine:
             stack.callback(self._loop.remove_reader, parent_fd)
 
     def _on_signal(self) -> None:
-        """The first asks for an orderly end, in which open requests may finish; the next is meant
-        as said."""
+        """The first asks for an orderly end, requests may finish; the next ends at once."""
         if self._front is None or self.loaded is None or self._draining is not None:
             self._end(Ending())
             return

@@ -180,6 +180,7 @@ class RequestBook:
             hits=counters.hits,
             fills=counters.fills,
             cpu_experts=counters.cpu_experts,
+            fills_behind=counters.fills_behind,
             evictions=counters.evictions,
             fill_bytes=counters.fill_bytes,
             cpu_bytes=counters.cpu_bytes,

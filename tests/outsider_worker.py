@@ -48,8 +48,8 @@ class Store:
         self.memory = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
         magic, version, checksum, length = struct.unpack_from("<8sIIQ", self.memory)
         text = self.memory[24 : 24 + length]
-        if (magic, version, zlib.crc32(text)) != (b"HRSTORE\0", 1, checksum):
-            sys.exit("outsider: this is no expert store of version 1")
+        if (magic, version, zlib.crc32(text)) != (b"HRSTORE\0", 2, checksum):
+            sys.exit("outsider: this is no expert store of version 2")
         self.layout = json.loads(text)
         form = self.layout["form"]
         if self.layout["dtype"] != "float32" or (form["gate"], form["activation"]) != (

@@ -68,6 +68,7 @@ def as_json(finished: Finished, token_ids: list[int]) -> str:
         "hits": stats.hits,
         "fills": stats.fills,
         "cpu_experts": stats.cpu_experts,
+        "fills_behind": stats.fills_behind,
         "evictions": stats.evictions,
         "fill_bytes": stats.fill_bytes,
         "cpu_bytes": stats.cpu_bytes,
@@ -130,6 +131,8 @@ def _facts(stats: RequestStats) -> Iterable[tuple[str, str]]:
     yield "hits", share(stats.hits)
     yield "fills", share(stats.fills)
     yield "on the CPU", share(stats.cpu_experts)
+    if stats.fills_behind:
+        yield "copied ahead", f"{stats.fills_behind} experts, nobody waited"
     if stats.layer_steps:
         yield (
             "q, fills per layer",

@@ -166,7 +166,7 @@ def test_one_sentence(case: str, tiny_model: Path, tmp_path: Path, processes: Pr
     assert time.monotonic() - started_s < limit_s
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
-    sentences = [line for line in done.stderr.splitlines() if line.startswith("headrace: ")]
+    sentences = [line for line in done.stderr.splitlines() if line.startswith("headrace")]
     assert words in sentences[-1]
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) == len(sentences)

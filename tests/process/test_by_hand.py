@@ -43,7 +43,9 @@ def pipeline(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     path = tmp_path_factory.mktemp("by-hand")
     processes = Processes(path)
     try:
-        pipeline = Pipeline(processes, tiny_model, path / "run", "--worker-timeout", "2")
+        pipeline = Pipeline(
+            processes, tiny_model, path / "run", "--worker-timeout", "2", "--fill", "1"
+        )  # both branches at work
         pipeline.wait_until_loaded()
         yield pipeline
     finally:
@@ -365,7 +367,7 @@ def test_the_orchestrators_end_is_everyones_end(
     generate = pipeline.begin_generate(100_000)
     wait_until(lambda: BUSY in processes.said(workers[1]))
     segments = _segments(workers[1].pid)
-    assert len(segments) == 4
+    assert len(segments) == 5  # weights, slots, activations, residency, completions
     pipeline.orchestrator.send_signal(how)
     deadline = time.monotonic() + 5
     for worker in workers:

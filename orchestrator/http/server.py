@@ -126,7 +126,7 @@ class HttpFront:
         self._ticking = asyncio.create_task(self._tick())
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        log.info("listening on http://%s:%d; %s is loading", shown, port, name)
+        log.warning("listening on http://%s:%d; %s is loading", shown, port, name)
 
     async def _tick(self) -> None:
         while True:

@@ -371,8 +371,7 @@ class RequestStats(msgspec.Struct, frozen=True):
     hits: int = 0
     fills: int = 0
     cpu_experts: int = 0
-    #: Copies that nobody waited for; they are in `fill_bytes` and `evictions` too.
-    fills_behind: int = 0
+    fills_behind: int = 0  # nobody waited; in `fill_bytes` and `evictions` too
     evictions: int = 0
     fill_bytes: int = 0
     cpu_bytes: int = 0

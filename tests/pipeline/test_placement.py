@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 #: Longer than a decode step's one row: the prompt gives every expert several rows.
 PROMPT = "Water turns the wheel; the wheel turns the stone; the stone grinds the corn. " * 2
-NUM_TOKENS = 40
+NUM_TOKENS = 120
 
 #: A name, the flags of the pipeline, and what must have happened for the name to be true.
 PLACEMENTS = {

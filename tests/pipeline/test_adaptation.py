@@ -57,7 +57,7 @@ def cpu_share(result: dict[str, Any]) -> float:
     return result["cpu_experts"] / (result["cpu_experts"] + result["fills"])
 
 
-def test_a_slowed_cpu_worker_loses_its_work_within_twenty_tokens(
+def test_a_slowed_cpu_worker_is_noticed_within_twenty_tokens_and_loses_its_work(
     tmp_path: Path, processes: Processes
 ) -> None:
     model = make_checkpoint("qwen3_moe", tmp_path / "model", dtype="float32")
@@ -72,7 +72,7 @@ def test_a_slowed_cpu_worker_loses_its_work_within_twenty_tokens(
     disturbed_ns = time.monotonic_ns()
     brake.start()
     try:
-        # A neighbour may slow the link just as well, for a while: what counts is where it ends.
+        # It is noticed soon; the split sometimes follows only in a later text (a known fault).
         for _ in range(NUM_TRIES):
             slowed = pipeline.generate(NUM_TOKENS)
             if cpu_share(slowed) < 0.5 * cpu_share(calm):

@@ -155,7 +155,7 @@ def test_the_end_of_the_command_ends_everything(
     family = family_of(generate)
     assert len(family) == 4
     generate.send_signal(how)
-    assert generate.wait(60) == (130 if how == signal.SIGINT else -signal.SIGKILL)
+    assert generate.wait(30) == (130 if how == signal.SIGINT else -signal.SIGKILL)
     wait_until(lambda: all(is_over(pid) for pid in family), 30)
     assert not list(run_dir.glob("*"))
     if how == signal.SIGINT:

@@ -20,6 +20,7 @@ from protocol.errors import EXIT_FAULT, EXIT_OK, UserError
 from protocol.worker_flags import number
 
 if TYPE_CHECKING:
+    from orchestrator.cli.interrupts import Interrupts
     from orchestrator.cli.own_pipeline import OwnPipeline
     from orchestrator.client import PipelineClient
     from protocol.messages import Finished, SamplingParams, Status
@@ -118,6 +119,8 @@ def add_flags(parser: argparse.ArgumentParser, *, is_prompt_required: bool = Tru
 
 def run_generate(options: argparse.Namespace) -> int:
     """Returns the exit code. Raises UserError and KeyboardInterrupt for the caller to show."""
+    from orchestrator.cli.interrupts import Interrupts
+
     sampling = _sampling(options)
     _check_text(options.prompt)
     if options.model is not None:
@@ -127,9 +130,9 @@ def run_generate(options: argparse.Namespace) -> int:
         arguments = ["--model", str(options.model), *pipeline_arguments(options)]
         if options.log_level is not None:
             arguments += ["--log-level", options.log_level]
-        with OwnPipeline(arguments, options.run_dir) as pipeline:
+        with Interrupts() as interrupts, OwnPipeline(arguments, options.run_dir) as pipeline:
             try:
-                return _on_own(options, sampling, pipeline)
+                return _on_own(options, sampling, pipeline, interrupts)
             except KeyboardInterrupt:
                 # A second Ctrl-C must not cut the clean end short; it is bounded.
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -140,17 +143,23 @@ def run_generate(options: argparse.Namespace) -> int:
             f"--{next(iter(given))} belongs to a pipeline's start and this command was to use one "
             "that runs; name --model DIR to start one, or leave the flag out."
         )
-    return _on_running(options, sampling)
+    with Interrupts() as interrupts:
+        return _on_running(options, sampling, interrupts)
 
 
-def _on_own(options: argparse.Namespace, sampling: SamplingParams, pipeline: OwnPipeline) -> int:
+def _on_own(
+    options: argparse.Namespace,
+    sampling: SamplingParams,
+    pipeline: OwnPipeline,
+    interrupts: Interrupts,
+) -> int:
     from orchestrator.client import PipelineClient
     from protocol.errors import OrchestratorGone
 
     try:
         client = PipelineClient.connect(pipeline.run_dir, _OWN_CONNECT_TIMEOUT_S, pipeline.is_alive)
         try:
-            finished = _continue(options, sampling, client, is_own=True)
+            finished = _continue(options, sampling, client, interrupts, is_own=True)
         finally:
             client.close()
     except OrchestratorGone:
@@ -169,7 +178,9 @@ def _on_own(options: argparse.Namespace, sampling: SamplingParams, pipeline: Own
     return EXIT_FAULT
 
 
-def _on_running(options: argparse.Namespace, sampling: SamplingParams) -> int:
+def _on_running(
+    options: argparse.Namespace, sampling: SamplingParams, interrupts: Interrupts
+) -> int:
     from orchestrator.client import PipelineClient
     from protocol.errors import OrchestratorGone
     from protocol.run_dir import RunDir, default_run_dir
@@ -178,7 +189,7 @@ def _on_running(options: argparse.Namespace, sampling: SamplingParams) -> int:
     try:
         client = PipelineClient.connect(run_dir, _CONNECT_TIMEOUT_S)
         try:
-            finished = _continue(options, sampling, client, is_own=False)
+            finished = _continue(options, sampling, client, interrupts, is_own=False)
         finally:
             client.close()
     except OrchestratorGone:
@@ -195,7 +206,12 @@ def _on_running(options: argparse.Namespace, sampling: SamplingParams) -> int:
 
 
 def _continue(
-    options: argparse.Namespace, sampling: SamplingParams, client: PipelineClient, *, is_own: bool
+    options: argparse.Namespace,
+    sampling: SamplingParams,
+    client: PipelineClient,
+    interrupts: Interrupts,
+    *,
+    is_own: bool,
 ) -> Finished:
     """Stream one request and print its result."""
     from orchestrator.cli import generate_report as report
@@ -204,6 +220,7 @@ def _continue(
     said: list[list[str]] = []
 
     def on_wait(status: Status) -> None:
+        interrupts.check()
         if not is_own and status.missing_roles not in said:
             said.append(status.missing_roles)
             report.say_waiting(status.missing_roles)
@@ -221,6 +238,7 @@ def _continue(
         sampling=sampling,
         ignore_eos=options.ignore_eos,
     ):
+        interrupts.check()
         match reply:
             case Generated():
                 token_ids += reply.tokens

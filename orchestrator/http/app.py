@@ -159,6 +159,8 @@ def _add_state(app: FastAPI, state: ServerState) -> None:
             },
         )
 
+    # Load balancers ask with HEAD.
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=unwell)
     async def get_health() -> Response:
         """200 when all is well; 503 while loading (with how far it is), when a worker is missing
@@ -171,6 +173,7 @@ def _add_state(app: FastAPI, state: ServerState) -> None:
             body["text"] = f"no {' and no '.join(status.missing_roles)}"
         return json_response(body, 200 if word == "ready" else 503)
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses=unwell)
     async def get_ready() -> Response:
         """200 when a request would be taken: a missing worker is made up for by the others, or

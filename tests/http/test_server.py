@@ -25,6 +25,9 @@ def test_who_may_ask_what(server: Server) -> None:
     nobody = {"authorization": ""}
     for path in ("/health", "/ready", "/version", "/"):
         assert server.client.get(path, headers=nobody).status_code == 200
+    for path in ("/health", "/ready"):
+        answer = server.client.head(path, headers=nobody)
+        assert (answer.status_code, answer.content) == (200, b"")
     for path in ("/v1/models", "/v1/stats", "/v1/config", "/metrics", "/admin/workers", "/none"):
         for header in ("", "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x", "\u00e9"):
             raw = header.encode("latin-1")

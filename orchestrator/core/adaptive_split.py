@@ -242,7 +242,10 @@ class AdaptiveSplit:
             predicted_s: dict[Arm, float] = {"split": min(times_s), "cpu": times_s[0]}
             if not arriving and directory.num_reservable >= num_misses:
                 predicted_s["fill"] = times_s[-1]
+            held = self._floor.held
             self._arm = arm = self._floor.next_arm(predicted_s)
+            if self._floor.held != held:
+                self._taken.append(ArmTaken(self._floor.held))
             if arm != "split":
                 return fluid.alone(num_misses, num_misses if arm == "fill" else 0)
         return fluid.plan(num_misses, num_admitted, has_cpu=has_cpu, has_link=has_link)

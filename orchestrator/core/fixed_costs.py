@@ -4,10 +4,11 @@
            --(message, decision, message)--> the CPU's first byte          cpu_fixed_s
     a fill has landed --> computed on the device                           gpu_expert_s
 
-On small experts these decide more than bandwidth does. Each is the median of the last `WINDOW`
-samples; a median that differs from what is reckoned with by less than a quarter, or by less than
-`LEAST_CHANGE_S`, is noise. One that is twice or half of what was last said, and `LEAST_LAG_S` away
-from it, is said: a worker that is kept from running is late before it is slow.
+On small experts these decide more than bandwidth does. Each is the usual time (see `usual_time`) of
+its samples, by the median of the last `WINDOW` and the lasting mean; one that differs from what is
+reckoned with by less than a quarter, or by less than `LEAST_CHANGE_S`, is noise. One that is twice
+or half of what was last said, and `LEAST_LAG_S` away from it, is said: a worker that is kept from
+running is late before it is slow, and late now and then before it is late each time.
 
 Pure: durations are differences of the workers' own stamps.
 """
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from orchestrator.core.rate_estimates import median
+from orchestrator.core.usual_time import REMEMBERED, usual_time
 
 if TYPE_CHECKING:
     from orchestrator.core.fluid_split import BranchCosts
@@ -59,7 +60,7 @@ class FixedCosts:
     def __init__(self) -> None:
         names: tuple[FixedCost, ...] = ("link_fixed_s", "cpu_fixed_s", "gpu_expert_s")
         self._samples: dict[FixedCost, deque[float]] = {
-            name: deque(maxlen=WINDOW) for name in names
+            name: deque(maxlen=REMEMBERED) for name in names
         }
         self._said: dict[FixedCost, float] = {}
 
@@ -70,13 +71,13 @@ class FixedCosts:
 
     def improve(self, costs: BranchCosts) -> tuple[BranchCosts, list[Lag]]:
         """`costs` with the fixed costs of now (the same object where nothing has changed), and what
-        there is to say. The first median of a cost is no news."""
+        there is to say. The first figure of a cost is no news."""
         changes: dict[str, float] = {}
         lags: list[Lag] = []
         for name, samples in self._samples.items():
             if len(samples) < WINDOW:
                 continue
-            old, new = getattr(costs, name), median(samples)
+            old, new = getattr(costs, name), usual_time(samples, WINDOW)
             if abs(new - old) > max(CHANGE_PART * old, LEAST_CHANGE_S):
                 changes[name] = new
             said = self._said.setdefault(name, new)

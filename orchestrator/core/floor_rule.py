@@ -9,11 +9,20 @@ serves, such as the least time by the calibrated costs.
     HOLD split --(every interval)--> PROBE cpu, fill --(one is better)--> HOLD that arm
     HOLD arm   --(every interval)--> PROBE split      --(it is no worse)--> HOLD split
 
-A probe is `PROBE_STEPS` layer-steps of an arm, and an arm is judged by the median of its last
-`PROBE_STEPS` results. A better arm is taken when it is better by more than `MARGIN`. Probing an arm
-that loses costs time: each lost probe doubles its interval, up to `MAX_INTERVAL`; a change of the
-rates (`rates_changed`) makes all of them short again, for old results mean nothing then. An arm
-whose predicted time is more than `HOPELESS` times the split's is not tried.
+A probe is `PROBE_STEPS` layer-steps of an arm, judged by the median; the arm in use is judged by
+its usual time (see `usual_time`). A better arm is taken when it is better by more than `MARGIN`.
+Where either of the two has been seen to lose its time in standstills that come now and then, a
+short probe may just have missed them, so it goes on for `LONG_PROBE_STEPS` and is judged by its
+mean. Probing an arm that loses costs time: each lost probe doubles its interval, up to
+`MAX_INTERVAL`; a change of the rates (`rates_changed`) makes all of them short again, for old
+results mean nothing then; and an arm that was taken by old results has to stand up to the split at
+once.
+
+An arm whose predicted time is more than `HOPELESS` times the split's is only *looked at*: one
+layer-step, whenever what it is predicted to lose fits into an allowance of `LOOK_PART` of all
+predicted time. Nobody would find out otherwise that a branch is itself again which the planner
+avoids. A look that took less than `HOPELESS` times the arm in use becomes a long probe. An arm in
+use that is predicted hopeless is left, unless a long run of its own results says otherwise.
 
 Pure: it counts layer-steps that have misses, and is told what they took.
 """
@@ -23,25 +32,51 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
-from orchestrator.core.rate_estimates import median
+from orchestrator.core.usual_time import REMEMBERED, median, usual_time
 
 Arm = Literal["split", "fill", "cpu"]
 
 PROBE_STEPS = 3
+LONG_PROBE_STEPS = 24
 MARGIN = 0.03
 MIN_INTERVAL = 64
 MAX_INTERVAL = 4096
 HOPELESS = 3.0
+LOOK_PART = 0.005
+#: An arm loses time now and then when its usual time is so much more than its median.
+_LUMPY_FACTOR = 1.25
 
 
 class FloorRule:
     """`next_arm()` before a layer-step with misses, `measured()` after it."""
 
-    __slots__ = ("_clock", "_due", "_held", "_intervals", "_probing", "_results", "_used")
+    __slots__ = (
+        "_allowance_s",
+        "_clock",
+        "_due",
+        "_held",
+        "_intervals",
+        "_is_long",
+        "_is_look",
+        "_lumpy",
+        "_num_proofs",
+        "_probing",
+        "_results",
+        "_used",
+    )
 
     def __init__(self) -> None:
         self._held: Arm = "split"
         self._probing: Arm | None = None
+        #: Whether the probe is of an arm that is predicted to be hopeless, and was not looked at.
+        self._is_look = False
+        #: Whether it needs LONG_PROBE_STEPS in any case.
+        self._is_long = False
+        #: Results of the arm in use that are no older than the rates.
+        self._num_proofs = 0
+        #: Arms that lost time now and then when they were last seen for long.
+        self._lumpy: set[Arm] = set()
+        self._allowance_s = 0.0
         self._clock = 0
         self._intervals: dict[Arm, int] = {}
         self._due: dict[Arm, int] = {}
@@ -55,15 +90,22 @@ class FloorRule:
         return self._held
 
     def rates_changed(self) -> None:
-        """Forget results and lost probes; the arm in use stays."""
+        """Forget results and lost probes; the arm in use stays, and is held against the split next.
+        Probes that are due before long stay due: rates that change all the time put nothing off.
+        A probe in progress goes on: it is most likely what the news came from."""
         self._intervals = {"split": MIN_INTERVAL, "fill": MIN_INTERVAL, "cpu": MIN_INTERVAL}
-        self._due = {
+        soon: dict[Arm, int] = {
             "split": self._clock + MIN_INTERVAL,
             "cpu": self._clock + MIN_INTERVAL,
             "fill": self._clock + MIN_INTERVAL + MIN_INTERVAL // 2,
         }
-        self._results = {arm: deque(maxlen=PROBE_STEPS) for arm in self._intervals}
-        self._probing = None
+        self._due = {arm: min(due, self._due.get(arm, due)) for arm, due in soon.items()}
+        self._num_proofs = 0
+        if self._probing is not None:
+            return
+        if self._held != "split":
+            self._due["split"] = self._clock
+        self._results = {arm: deque(maxlen=REMEMBERED) for arm in self._intervals}
 
     def next_arm(self, predicted_s: dict[Arm, float]) -> Arm:
         """What the next layer-step is to use.
@@ -71,8 +113,11 @@ class FloorRule:
         `predicted_s`: its predicted time by arm; an arm that cannot be used now is left out, and
         `split` is always there.
         """
-        if self._held not in predicted_s:
+        held_s = predicted_s.get(self._held, float("inf"))
+        is_proven = self._num_proofs >= LONG_PROBE_STEPS and held_s < float("inf")
+        if held_s > HOPELESS * predicted_s["split"] and not is_proven:
             self._held, self._probing = "split", None
+        self._allowance_s += LOOK_PART * min(predicted_s.values())
         if self._probing is None or self._probing not in predicted_s:
             self._probing = self._due_probe(predicted_s)
         self._used = self._probing or self._held
@@ -82,41 +127,67 @@ class FloorRule:
         """The layer-step took `relative` times its yardstick. The arm that is held from now on if
         that has changed, else None."""
         self._clock += 1
+        self._num_proofs += self._used == self._held
         results = self._results[self._used]
         results.append(relative)
-        if self._probing is None or len(results) < PROBE_STEPS:
+        if self._probing is None or not (self._is_look or len(results) >= PROBE_STEPS):
             return None
-        probed, self._probing = self._probing, None
         held = self._results[self._held]
-        if len(held) < PROBE_STEPS:
-            self._postpone(probed)
+        mine = usual_time(held, REMEMBERED)
+        if self._is_look:
+            self._is_look = False
+            if relative >= HOPELESS * mine:
+                self._lose(self._probing)
             return None
-        mine, other = median(held), median(results)
         # Back to the split as soon as it is no worse; away from it only for a clear gain.
-        wins = other <= mine if probed == "split" else other < mine * (1 - MARGIN)
-        if not wins:
-            self._intervals[probed] = min(2 * self._intervals[probed], MAX_INTERVAL)
-            self._postpone(probed)
+        least = mine if self._probing == "split" else mine * (1 - MARGIN)
+        self._see(self._held, mine, median(held), len(held) >= LONG_PROBE_STEPS)
+        other = median(results)
+        if self._is_long or self._lumpy & {self._held, self._probing}:
+            if len(results) < LONG_PROBE_STEPS and sum(results) <= LONG_PROBE_STEPS * least:
+                return None
+            other = sum(results) / len(results)
+            self._see(self._probing, other, median(results), len(results) >= LONG_PROBE_STEPS)
+        if other > least or (other == least and self._probing != "split"):
+            self._lose(self._probing)
             return None
-        self._held = probed
+        self._held, self._probing = self._probing, None
+        self._num_proofs = len(results)
         for arm in self._intervals:
             self._intervals[arm] = MIN_INTERVAL
             self._postpone(arm)
-        return probed
+        return self._held
 
     # ---- inside ----
+
+    def _see(self, arm: Arm, usual: float, middle: float, is_long: bool) -> None:
+        """Whether `arm` loses time now and then; a few results that do not show it say nothing."""
+        if usual > _LUMPY_FACTOR * middle:
+            self._lumpy.add(arm)
+        elif is_long:
+            self._lumpy.discard(arm)
+
+    def _lose(self, probed: Arm) -> None:
+        self._probing = None
+        self._intervals[probed] = min(2 * self._intervals[probed], MAX_INTERVAL)
+        self._postpone(probed)
 
     def _postpone(self, arm: Arm) -> None:
         self._due[arm] = self._clock + self._intervals[arm]
 
     def _due_probe(self, predicted_s: dict[Arm, float]) -> Arm | None:
-        limit_s = HOPELESS * predicted_s["split"]
+        if len(self._results[self._held]) < PROBE_STEPS:
+            return None  # there is nothing to compare with
+        least_s = min(predicted_s.values())
         for arm, due in self._due.items():
             if arm == self._held or due > self._clock or arm not in predicted_s:
                 continue
-            if predicted_s[arm] > limit_s:
-                self._postpone(arm)
-                continue
+            self._is_look = self._is_long = predicted_s[arm] > HOPELESS * predicted_s["split"]
+            if self._is_look:
+                loss_s = predicted_s[arm] - least_s
+                if not loss_s <= self._allowance_s:
+                    continue
+                self._allowance_s -= loss_s
             # A probe is judged by its own results, not by those of another time.
             self._results[arm].clear()
             return arm

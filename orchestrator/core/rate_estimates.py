@@ -12,8 +12,9 @@ at the join.
 
 *Robust.* Samples below `min_bytes` or of no duration say nothing and are dropped. An estimate is
 the median of the last `WINDOW` samples of its kind, the calibrated rate standing in for those that
-have not come yet: up to half of them may be nonsense, and a change shows as soon as more than half
-of them are new.
+have not come yet: up to half of them may be too good to be true, and a change shows as soon as more
+than half of them are new. It is less where standstills that come back cost more time than that
+(see `usual_time`); now and then one changes nothing.
 
 *Hysteresis.* `costs` follows an estimate once it is off by more than `FOLLOW_PART`, so that noise
 does not rebuild the planner's tables; and a departure by more than `DRIFT_PART` from what was last
@@ -34,6 +35,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+
+from orchestrator.core.usual_time import REMEMBERED, lasting_mean, median
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,7 +88,7 @@ class _Sample(msgspec.Struct, frozen=True, gc=False):
 class RateEstimates:
     """Estimates of all four rates; `costs` is what the planner is to use now."""
 
-    __slots__ = ("_costs", "_intervals", "_min_bytes", "_said", "_waiting", "_windows")
+    __slots__ = ("_costs", "_intervals", "_min_bytes", "_said", "_times", "_waiting", "_windows")
 
     def __init__(
         self, costs: BranchCosts, *, min_bytes: int = MIN_SAMPLE_BYTES, window: int = WINDOW
@@ -100,10 +103,13 @@ class RateEstimates:
             "cpu": deque(maxlen=_REMEMBERED_INTERVALS),
         }
         self._windows: dict[tuple[Branch, bool], deque[float]] = {}
+        #: Seconds per byte of the same samples and of older ones, in the order they came.
+        self._times: dict[tuple[Branch, bool], deque[float]] = {}
         self._said: dict[tuple[Branch, bool], float] = {}
         for kind, field in _FIELDS.items():
             rate = getattr(costs, field)
             self._windows[kind] = deque([rate] * window, maxlen=window)
+            self._times[kind] = deque(maxlen=REMEMBERED)
             self._said[kind] = rate
 
     @property
@@ -159,13 +165,19 @@ class RateEstimates:
         # Never below what the whole sample would say if the rest of it had moved at that rate too.
         solved = max((rate - (1 - part) * other_rate) / part, rate * part)
         self._windows[branch, is_beside].append(solved)
+        self._times[branch, is_beside].append(1 / solved)
         return branch, is_beside
+
+    def _estimate(self, kind: tuple[Branch, bool]) -> float:
+        rate = median(self._windows[kind])
+        lasting_s = lasting_mean(self._times[kind])
+        return min(rate, 1 / lasting_s) if lasting_s else rate
 
     def _follow(self, touched: set[tuple[Branch, bool]]) -> list[Drift]:
         changes: dict[str, float] = {}
         for kind in touched:
             used = getattr(self._costs, _FIELDS[kind])
-            estimate = median(self._windows[kind])
+            estimate = self._estimate(kind)
             if not _is_off(estimate, used, FOLLOW_PART):
                 continue
             changes[_FIELDS[kind]] = estimate
@@ -175,6 +187,7 @@ class RateEstimates:
                 changes[_FIELDS[twin]] = other
                 window = self._windows[twin]
                 window.extend([other] * len(window))
+                self._times[twin].clear()
         if changes:
             self._costs = msgspec.structs.replace(self._costs, **changes)
         drifts: list[Drift] = []
@@ -183,7 +196,9 @@ class RateEstimates:
             least, most = results[len(results) // 4], results[-1 - len(results) // 4]
             now = getattr(self._costs, _FIELDS[kind])
             has_departed = least > said * (1 + DRIFT_PART) or most * (1 + DRIFT_PART) < said
-            if has_departed or _is_off(now, said, TWIN_PART):
+            if now > said and _is_off(now, median(results), DRIFT_PART):
+                continue  # on its way back: said when it has arrived
+            if (has_departed and _is_off(now, said, FOLLOW_PART)) or _is_off(now, said, TWIN_PART):
                 drifts.append(Drift(kind[0], kind[1], said, now))
                 self._said[kind] = now
         return drifts
@@ -202,11 +217,6 @@ def overlap_ns(start_ns: int, end_ns: int, others: Sequence[_Sample]) -> int:
 
 def _start_ns(sample: _Sample) -> int:
     return sample.start_ns
-
-
-def median(results: Sequence[float]) -> float:
-    """The middle one; of an even number, the upper of the two."""
-    return sorted(results)[len(results) // 2]
 
 
 def _is_off(rate: float, reference: float, part: float) -> bool:

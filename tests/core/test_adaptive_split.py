@@ -201,3 +201,16 @@ def test_a_link_that_is_slow_to_begin_gets_nothing_small() -> None:
         bench.split.took("cpu_fixed_s", 100_000)
     bench.split.settle()
     assert bench.decide().split.num_fills == 0
+
+
+def test_a_branch_in_use_alone_that_becomes_slow_is_left_within_a_few_layer_steps() -> None:
+    """The split was measured slower than the CPU alone, and then the CPU is slowed 20 times."""
+    bench = Bench()
+    for _ in range(2 * MIN_INTERVAL):
+        decision = bench.decide()
+        bench.split.joined(4, 2_000_000 if decision.fills else 1_300_000)
+        bench.news += bench.split.settle()
+    assert [news.arm for news in bench.news if isinstance(news, ArmTaken)] == ["cpu"]
+    fills = [len(bench.layer_step(10e9, 1.5e9).fills) for _ in range(40)]
+    assert fills[-20:] == [4] * 20
+    assert [news.arm for news in bench.news if isinstance(news, ArmTaken)] == ["cpu", "split"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.core.floor_rule import (
+    LOOK_PART,
     MAX_INTERVAL,
     MIN_INTERVAL,
     PROBE_STEPS,
@@ -96,3 +97,55 @@ def test_the_change_is_told_to_whoever_measured() -> None:
         arm = rule.next_arm(EVEN)
         told.append(rule.measured(2.0 if arm == "split" else 1.0))
     assert [arm for arm in told if arm] == ["cpu"]
+
+
+def test_standstills_of_the_arm_in_use_are_counted() -> None:
+    """The split stands still in every fifth layer-step: its median is better than what a branch
+    alone takes, its mean is not."""
+    rule = FloorRule()
+    used = []
+    for index in range(300):
+        arm = rule.next_arm(EVEN)
+        used.append(arm)
+        lump = 100.0 if index % 5 == 0 else 0.0
+        rule.measured({"split": 1.0 + lump, "fill": 3.0, "cpu": 1.0 + lump}[arm])
+    assert rule.held == "fill"
+    assert used[200:].count("fill") > 50
+
+
+def test_a_hopeless_arm_is_looked_at_and_taken_when_it_is_itself_again() -> None:
+    rule = FloorRule()
+    predicted: dict[Arm, float] = {"split": 1.0, "fill": 1.0, "cpu": 30.0}
+    slow: dict[Arm, float] = {"split": 1.0, "fill": 1.0, "cpu": 30.0}
+    used = drive(rule, slow, 50_000, predicted)
+    looks = used.count("cpu")
+    assert rule.held == "split"
+    assert looks >= 3
+    assert looks * 29.0 <= LOOK_PART * 50_000 + 1.0
+    used = drive(rule, slow | {"cpu": 0.5}, 2 * MAX_INTERVAL + 7000, predicted)
+    assert rule.held == "cpu"
+
+
+def test_rates_that_change_all_the_time_put_no_probe_off() -> None:
+    rule = FloorRule()
+    used = []
+    for _ in range(4):
+        used += drive(rule, {"split": 1.0, "fill": 2.0, "cpu": 1.5}, MIN_INTERVAL - 10)
+        rule.rates_changed()
+    assert {"fill", "cpu"} <= set(used)
+
+
+def test_an_arm_in_use_whose_branch_fails_is_left_at_once() -> None:
+    """By what is predicted, or, where that is not so clear, as soon as the rates have changed."""
+    rule = FloorRule()
+    drive(rule, {"split": 1.5, "fill": 2.0, "cpu": 1.0}, 300)
+    assert rule.held == "cpu"
+    rule.rates_changed()
+    assert rule.next_arm({"split": 1.0, "fill": 1.0, "cpu": 20.0}) == "split"
+    assert rule.held == "split"
+
+    rule = FloorRule()
+    drive(rule, {"split": 1.5, "fill": 2.0, "cpu": 1.0}, 300)
+    rule.rates_changed()
+    drive(rule, {"split": 1.5, "fill": 2.0, "cpu": 4.0}, 2 * PROBE_STEPS + 1)
+    assert rule.held == "split"

@@ -75,15 +75,42 @@ def test_a_rate_without_news_moves_with_the_other_of_its_branch() -> None:
     assert costs.link_beside_cpu_bytes_per_s == 8e9
 
 
-@given(seed=st.integers(0, 1000), wild=st.floats(0.01, 100))
-def test_outliers_change_nothing(seed: int, wild: float) -> None:
-    """Every third sample is wild, so never half of a window."""
+@given(seed=st.integers(0, 1000), wild=st.floats(1.0, 100))
+def test_samples_too_good_to_be_true_change_nothing(seed: int, wild: float) -> None:
+    """Every third is, so never half of a window."""
     chance = random.Random(seed)
     feed = Feed()
     for index in range(8 * WINDOW):
         factor = wild if index % 3 == 1 else chance.uniform(0.97, 1.03)
         feed.alone("cpu", 40e9 * factor)
         assert feed.estimates.costs.cpu_bytes_per_s == pytest.approx(40e9, rel=0.06)
+
+
+@given(seed=st.integers(0, 1000), slow=st.floats(0.01, 1.0), first=st.integers(0, 40))
+def test_a_hiccup_changes_nothing(seed: int, slow: float, first: int) -> None:
+    """Three slow samples in a row, once."""
+    chance = random.Random(seed)
+    feed = Feed()
+    for index in range(12 * WINDOW):
+        factor = slow if first <= index < first + 3 else chance.uniform(0.97, 1.03)
+        feed.alone("cpu", 40e9 * factor)
+        assert feed.estimates.costs.cpu_bytes_per_s == pytest.approx(40e9, rel=0.06)
+
+
+@pytest.mark.parametrize("every", [3, 5, 6])
+def test_standstills_that_come_back_are_lost_time(every: int) -> None:
+    """Every so many samples one takes 100 times as long: half of the samples never see it, and
+    yet the branch is that much slower."""
+    feed = Feed()
+    said = []
+    for index in range(5 * WINDOW):
+        said += feed.alone("cpu", 40e9 / (100 if index % every == 0 else 1))
+    truth = 40e9 / ((100 + every - 1) / every)
+    assert feed.estimates.costs.cpu_bytes_per_s == pytest.approx(truth, rel=0.6)
+    assert 1 <= len(said) <= 3
+    for _ in range(5 * WINDOW):  # and it is over
+        feed.alone("cpu", 40e9)
+    assert feed.estimates.costs.cpu_bytes_per_s == pytest.approx(40e9, rel=0.06)
 
 
 def test_tiny_empty_and_backward_samples_are_ignored() -> None:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 NUM_TOKENS = 50
-NUM_TRIES = 3
+#: So many tokens after the disturbance the split has moved.
+FOLLOWED_TOKENS = 20
 #: The process may run for the first of these, then stands still for the second, again and again.
 RUN_S, STAND_S = 0.002, 0.06
 #: So slow a link that a CPU at its usual speed gets most of the work.
@@ -53,11 +54,26 @@ def records(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def cpu_share(result: dict[str, Any]) -> float:
-    return result["cpu_experts"] / (result["cpu_experts"] + result["fills"])
+def sampled(written: list[dict[str, Any]], since_ns: int) -> list[int]:
+    """When each token after `since_ns` was sampled."""
+    return [
+        record["done_ns"]
+        for record in written
+        if record["kind"] == "step" and record["is_sampled"] and record["done_ns"] > since_ns
+    ]
 
 
-def test_a_slowed_cpu_worker_is_noticed_within_twenty_tokens_and_loses_its_work(
+def cpu_share(written: list[dict[str, Any]], start_ns: int, end_ns: int) -> float:
+    """The part of the misses that was given to the CPU."""
+    layers = [
+        record
+        for record in written
+        if record["kind"] == "layer" and start_ns < record["routed_ns"] < end_ns
+    ]
+    return sum(len(record["cpu"]) for record in layers) / sum(record["m"] for record in layers)
+
+
+def test_a_slowed_cpu_worker_loses_its_work_within_twenty_tokens(
     tmp_path: Path, processes: Processes
 ) -> None:
     model = make_checkpoint("qwen3_moe", tmp_path / "model", dtype="float32")
@@ -67,25 +83,22 @@ def test_a_slowed_cpu_worker_is_noticed_within_twenty_tokens_and_loses_its_work(
         "--fill-behind", "off", "--latency-log", str(log), "--emulate-link-gbps", LINK_GBPS,
     )  # fmt: skip
     status = pipeline.wait_for(lambda status: status.is_ready)
-    calm = pipeline.generate(NUM_TOKENS)
+    pipeline.generate(NUM_TOKENS)
     brake = Brake(next(worker.pid for worker in status.workers if worker.role == "cpu_worker"))
     disturbed_ns = time.monotonic_ns()
     brake.start()
     try:
-        # It is noticed soon; the split sometimes follows only in a later text (a known fault).
-        for _ in range(NUM_TRIES):
-            slowed = pipeline.generate(NUM_TOKENS)
-            if cpu_share(slowed) < 0.5 * cpu_share(calm):
-                break
+        pipeline.generate(NUM_TOKENS)
     finally:
         brake.release()
     processes.end()
 
-    assert cpu_share(calm) > 0.3
     written = records(log)
+    calm_share = cpu_share(written, 0, disturbed_ns)
+    assert calm_share > 0.3
     # A process that stands still is late to begin, slow to end, or both.
     drifts = [
-        record
+        record["at_ns"]
         for record in written
         if record.get("at_ns", 0) > disturbed_ns
         and (
@@ -94,11 +107,8 @@ def test_a_slowed_cpu_worker_is_noticed_within_twenty_tokens_and_loses_its_work(
         )
     ]
     assert drifts, "nobody noticed"
-    tokens = [
-        record["done_ns"]
-        for record in written
-        if record["kind"] == "step" and record["is_sampled"] and record["done_ns"] > disturbed_ns
-    ]
-    assert sum(done_ns < drifts[0]["at_ns"] for done_ns in tokens) <= 20
+    tokens = sampled(written, disturbed_ns)
+    assert drifts[0] < tokens[FOLLOWED_TOKENS]
     # Hardly anything runs on the CPU then, probes aside.
-    assert cpu_share(slowed) < 0.5 * cpu_share(calm)
+    end_ns = time.monotonic_ns()
+    assert cpu_share(written, tokens[FOLLOWED_TOKENS], end_ns) < 0.5 * calm_share

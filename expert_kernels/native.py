@@ -110,6 +110,12 @@ class NativeExpertFunction(ExpertFunction):
         self._first_offset = self._form.first_offset
         self.close = weakref.finalize(self, self._library.hr_pool_destroy, self._pool)
 
+    @property
+    def handles(self) -> tuple[int, int, int]:
+        """What hr_run takes beside a step: addresses of pool and form, which live as long as this,
+        and the number of the instruction set."""
+        return self._pool.value or 0, ctypes.addressof(self._form), self._isa
+
     def __call__(self, tensors: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return self.run_each([tensors], x)[0]
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from gpu_worker.resident_layers import ResidentLayers
     from gpu_worker.routing_replay import RoutingReplay
     from gpu_worker.rows import Rows
     from protocol.completions import Completions
@@ -50,7 +51,8 @@ class Exchange:
     `receive(wake_fd)` returns the next command that is meant for this incarnation of the worker, or
     None when `wake_fd` became readable before one came; with -1 it waits for a command. Without a
     `residency` table every layer is asked for; without `completions`, or without a table, the
-    orchestrator says when to join. With a `replay` it has the say, not the router.
+    orchestrator says when to join. With a `replay` it has the say, not the router. `resident` takes
+    the layers that it can, with the same bits and the same reports.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Exchange:
         residency: ResidencyReader | None = None,
         replay: RoutingReplay | None = None,
         completions: Completions | None = None,
+        resident: ResidentLayers | None = None,
     ) -> None:
         self._epoch = link.epoch
         self._send: Callable[[WorkerEvent], None] = link.send
@@ -75,13 +78,15 @@ class Exchange:
         self._residency = residency
         self._replay = replay
         self._all_completions = completions
+        self._all_resident = resident
         self._table: ResidencyReader | None = None
         self._completions: Completions | None = None
+        self._resident: ResidentLayers | None = None
         self._step = StepId(-1)
         self._rows_apart = False
         self._layer = LayerId(-1)
         self._is_ran_wanted = False
-        self.joined_ns = 0
+        self._joined_ns = 0
         #: Commands of another step or layer.
         self.num_stale = 0
 
@@ -90,10 +95,19 @@ class Exchange:
         must come out as it would alone."""
         self._step = step
         self._rows_apart = rows_apart
-        self.joined_ns = 0
+        self._joined_ns = 0
         table = self._residency
         self._table = table if table is not None and table.epoch == self._epoch else None
         self._completions = None if self._table is None else self._all_completions
+        is_native = self._table is not None and self._replay is None
+        self._resident = self._all_resident if is_native else None
+        if self._resident is not None:
+            self._resident.begin_step(self._epoch, step)
+
+    @property
+    def joined_ns(self) -> int:
+        """When the last layer of this step was joined; 0 before the first."""
+        return self._joined_ns if self._resident is None else self._resident.joined_ns
 
     @property
     def num_reports(self) -> int:
@@ -110,6 +124,11 @@ class Exchange:
             OrchestratorGone: nobody is there to say who computes what.
         """
         routed_ns = time.monotonic_ns()
+        rows, table, resident = self._rows, self._table, self._resident
+        if resident is not None:
+            passed = resident(layer, routed_ns, hidden, choices, weights)
+            if passed is not None:
+                return passed
         if choices.shape[1] != self._top_k:
             raise ProtocolError(
                 f"the router of MoE layer {layer} chose {choices.shape[1]} experts per row, "
@@ -117,7 +136,6 @@ class Exchange:
             )
         if self._replay is not None:
             choices = self._replay.choices(layer, choices)
-        rows, table = self._rows, self._table
         counts = rows.route(hidden, choices, rows_apart=self._rows_apart)
         experts = list(counts)
         slots = None if table is None else table.look(layer, experts)
@@ -132,7 +150,9 @@ class Exchange:
             rows.publish(self._step, layer)
             self._ask(LayerId(layer), counts, routed_ns)
             output = self._share(counts, weights, hidden.dtype)
-        self.joined_ns = time.monotonic_ns()
+        self._joined_ns = time.monotonic_ns()
+        if resident is not None:
+            resident.joined_ns = self._joined_ns
         return output
 
     def _ask(self, layer: LayerId, counts: dict[ExpertId, int], routed_ns: int) -> None:

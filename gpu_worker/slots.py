@@ -42,14 +42,14 @@ class SlotViews:
     """Tensors of slots over one flat piece of memory, uint8 [num_slots, slot_bytes]."""
 
     def __init__(self, memory: torch.Tensor, function: ExpertFunction) -> None:
-        self._memory = memory
+        self.memory = memory
         self._function = function
         self._tensors: list[dict[str, torch.Tensor] | None] = [None] * memory.shape[0]
 
     def tensors(self, slot: int) -> dict[str, torch.Tensor]:
         tensors = self._tensors[slot]
         if tensors is None:
-            tensors = self._tensors[slot] = self._function.tensors_of(self._memory[slot])
+            tensors = self._tensors[slot] = self._function.tensors_of(self.memory[slot])
         return tensors
 
 
@@ -76,10 +76,8 @@ class SharedSlots:
             )
         memory = mmap.mmap(fd, num_slots * slot_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
         self.arena = Arena("shared", num_slots, slot_bytes)
-        self._views = SlotViews(
-            as_tensor(memory, torch.uint8, 0, (num_slots, slot_bytes)), function
-        )
-        self.tensors = self._views.tensors
+        self.views = SlotViews(as_tensor(memory, torch.uint8, 0, (num_slots, slot_bytes)), function)
+        self.tensors = self.views.tensors
 
     def close(self) -> None:
         """The mapping goes with its last view, at the end of the process."""

@@ -31,6 +31,7 @@ from gpu_worker.exchange import Exchange
 from gpu_worker.joint_step import JointStep
 from gpu_worker.logit_rules import logprobs_of
 from gpu_worker.model import load_dense_model
+from gpu_worker.resident_layers import ResidentLayers
 from gpu_worker.routing_replay import RoutingReplay
 from gpu_worker.rows import HostRows, weighted_sum
 from gpu_worker.sampler import LogitsError, digest, sample, scores_of
@@ -86,6 +87,7 @@ class GpuWorker:
         residency: ResidencyReader | None = None,
         replay: RoutingReplay | None = None,
         completions: Completions | None = None,
+        resident: ResidentLayers | None = None,
     ) -> None:
         self._link = link
         self._model = model
@@ -102,6 +104,7 @@ class GpuWorker:
             residency,
             replay,
             completions,
+            resident,
         )
         self._replay = replay
         #: Sequences of the step under way, and those of them to be dropped after it.
@@ -308,8 +311,12 @@ def serve(
             set_up_dense_path(model, dense_path or setup.dense_path, link.progress)
             replay = RoutingReplay.of(link, layout.num_layers, layout.num_experts, device)
             completions = Completions.of(link)
+            table = _residency(link)
+            resident = None
+            if isinstance(slots, SharedSlots):
+                resident = ResidentLayers.of(function, views, slots.views, table)
             worker = GpuWorker(
-                link, model, rows, slots, layout, copier, _residency(link), replay, completions
+                link, model, rows, slots, layout, copier, table, replay, completions, resident
             )
             gc.enable()
             gc.collect()

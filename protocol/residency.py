@@ -22,6 +22,7 @@ memory (see `protocol.membarrier`), and docs/architecture.md says why nothing is
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -113,6 +114,11 @@ class _Memory:
         }
 
 
+def _address_of(view: memoryview) -> int:
+    """Where a writable view begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
 class ResidencyReader(_Memory):
     """The gpu_worker's side. Calls come as `look`, then, if that gave slots, `report` after the
     last use of them; `leave` if nothing came of it."""
@@ -120,16 +126,32 @@ class ResidencyReader(_Memory):
     def __init__(self, memory: Buffer, grant: SegmentGrant) -> None:
         super().__init__(memory, grant)
         self._packs: dict[int, struct.Struct] = {}
-        #: Reports written so far: what events carry.
-        self.num_reports = 0
         #: Layers that were asked for because the ring was full.
         self.num_full = 0
+
+    @property
+    def num_reports(self) -> int:
+        """Reports written since the table is for this gpu_worker: what events carry."""
+        return self._words[_HEAD]
+
+    def layout(self) -> dict[str, int]:
+        """Addresses and sizes, by the names that expert_kernels/native/resident_layer.h gives
+        them: for native code that looks and reports in this object's stead."""
+        return {
+            "words": _address_of(self._words),
+            "table": _address_of(self._table),
+            "reports": _address_of(self._ring),
+            "num_layers": self._num_layers,
+            "num_experts": self._num_experts,
+            "num_reports": self._num_slots_of_ring,
+            "report_words": self._report_bytes // 8,
+        }
 
     def look(self, layer: int, experts: Sequence[int]) -> list[int] | None:
         """The slots of `experts`, to be used until `report`; None if one has no slot, or if no
         report could be made. Enters the fence; it stays entered only if there are slots."""
         words, table = self._words, self._table
-        if self.num_reports - words[_TAIL] >= self._num_slots_of_ring:
+        if words[_HEAD] - words[_TAIL] >= self._num_slots_of_ring:
             self.num_full += 1
             return None
         if len(experts) > self._max_chosen:
@@ -165,7 +187,7 @@ class ResidencyReader(_Memory):
         ended_ns: int,
     ) -> bool:
         """Say that slots given by a `Run` are no longer read. False if there is no room for it."""
-        if self.num_reports - self._words[_TAIL] >= self._num_slots_of_ring:
+        if self._words[_HEAD] - self._words[_TAIL] >= self._num_slots_of_ring:
             return False
         if len(experts) > self._max_chosen:
             return False
@@ -186,13 +208,13 @@ class ResidencyReader(_Memory):
         pack = self._packs.get(num)
         if pack is None:
             pack = self._packs[num] = struct.Struct(f"<8q{2 * num}i")
-        number = self.num_reports
+        number = self._words[_HEAD]
         pack.pack_into(
             self._ring,
             number % self._num_slots_of_ring * self._report_bytes,
             epoch, step, layer, num, *times_ns, *experts, *num_rows,
         )  # fmt: skip
-        self.num_reports = self._words[_HEAD] = number + 1
+        self._words[_HEAD] = number + 1
 
 
 class ResidencyWriter(_Memory):

@@ -52,13 +52,22 @@ def looks_outside_the_fence(real: Any) -> Callable[..., Any]:
     return look
 
 
-def keeps_old_reports(real: Any) -> Callable[..., None]:
-    def reset(self: Any, epoch: int) -> None:
-        words = list(self._words)
-        real(self, epoch)
-        self._words[16], self._words[24] = words[16], words[24]
+def keeps(index: int) -> Callable[[Any], Callable[..., None]]:
+    """One of head and tail outlives the gpu_worker, so that they fit no longer."""
 
-    return reset
+    def breaks(real: Any) -> Callable[..., None]:
+        def reset(self: Any, epoch: int) -> None:
+            word = self._words[index]
+            real(self, epoch)
+            self._words[index] = word
+
+        return reset
+
+    breaks.__name__ = f"keeps_word_{index}"
+    return breaks
+
+
+keeps_the_head, keeps_the_tail = keeps(16), keeps(24)
 
 
 def keeps_old_slots(real: Any) -> Callable[..., None]:
@@ -73,11 +82,11 @@ def keeps_old_slots(real: Any) -> Callable[..., None]:
 
 def never_finds_the_ring_full(real: Any) -> Callable[..., Any]:
     def look(self: Any, layer: int, experts: Any) -> Any:
-        num_reports, self.num_reports = self.num_reports, self._words[24]
+        tail, self._words[24] = self._words[24], self.num_reports
         try:
             return real(self, layer, experts)
         finally:
-            self.num_reports = num_reports
+            self._words[24] = tail
 
     return look
 
@@ -88,7 +97,8 @@ def takes_no_reports(real: Any) -> Callable[..., list[Any]]:
 
 FAULTS: list[tuple[type, str, Callable[[Any], Any]]] = [
     (ResidencyWriter, "unpublish", does_nothing),
-    (ResidencyWriter, "reset", keeps_old_reports),
+    (ResidencyWriter, "reset", keeps_the_head),
+    (ResidencyWriter, "reset", keeps_the_tail),
     (ResidencyWriter, "reset", keeps_old_slots),
     (ResidencyReader, "look", never_finds_the_ring_full),
     (ResidencyReader, "look", looks_outside_the_fence),

@@ -1,0 +1,141 @@
+// See resident_layer.h.
+//
+// Order of memory. The fence is made odd before the table is looked at. A processor may look first
+// all the same: the orchestrator, which has the time, makes the kernel run a barrier here before it
+// draws conclusions (docs/architecture.md, "Layers that never wait"), so the compiler alone is kept
+// from swapping the two. The fence is made even, and `head` moved, only after everything before.
+
+#include "resident_layer.h"
+
+#include <time.h>
+
+#include <atomic>
+#include <cstring>
+
+namespace {
+
+using Word = std::atomic<int64_t>;
+static_assert(sizeof(Word) == sizeof(int64_t) && Word::is_always_lock_free,
+              "a word of shared memory must be an atomic as it lies there");
+static_assert(std::atomic<int32_t>::is_always_lock_free &&
+                  sizeof(std::atomic<int32_t>) == sizeof(int32_t),
+              "so must be an entry of the table");
+
+constexpr int64_t WORDS_PER_LINE = 8;
+constexpr int64_t HEADER_WORDS = 8;
+constexpr int64_t MAX_TOP_K = 64;
+
+int64_t now_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return int64_t(now.tv_sec) * 1000000000 + now.tv_nsec;
+}
+
+Word& word(const HrResidentLayers& layers, int line) {
+    return *reinterpret_cast<Word*>(layers.words + line * WORDS_PER_LINE);
+}
+
+Word& fence_of(const HrResidentLayers& layers) { return word(layers, 1); }
+Word& head_of(const HrResidentLayers& layers) { return word(layers, 2); }
+Word& tail_of(const HrResidentLayers& layers) { return word(layers, 3); }
+
+// This thread is the only one that moves the fence.
+void move_fence(const HrResidentLayers& layers) {
+    Word& fence = fence_of(layers);
+    fence.store(fence.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+}
+
+// Whether each choice is an expert of the layer, and none comes twice.
+bool are_distinct_experts(const HrResidentLayers& layers, const int64_t* choices) {
+    for (int64_t k = 0; k < layers.top_k; k++) {
+        if (choices[k] < 0 || choices[k] >= layers.num_experts) return false;
+        for (int64_t other = 0; other < k; other++)
+            if (choices[other] == choices[k]) return false;
+    }
+    return true;
+}
+
+int32_t compute(const HrResidentLayers& layers, const void* hidden, const int32_t* slots) {
+    const void* blocks[MAX_TOP_K];
+    int64_t begin[MAX_TOP_K + 1], row_ids[MAX_TOP_K], place_ids[MAX_TOP_K];
+    for (int64_t k = 0; k < layers.top_k; k++) {
+        blocks[k] = layers.slots + int64_t(slots[k]) * layers.slot_bytes;
+        begin[k] = place_ids[k] = k;
+        row_ids[k] = 0;
+    }
+    begin[layers.top_k] = layers.top_k;
+    HrStep step{};
+    step.num_experts = layers.top_k;
+    step.blocks = blocks;
+    step.pair_begin = begin;
+    step.row_ids = row_ids;
+    step.place_ids = place_ids;
+    step.hidden = hidden;
+    step.places = layers.places;
+    return hr_run(layers.pool, layers.form, int32_t(layers.isa), &step);
+}
+
+int32_t join(const HrResidentLayers& layers, const void* weights, int32_t weights_dtype,
+             void* out) {
+    HrWeightedSum sum{};
+    sum.rows = layers.places;
+    sum.weights = weights;
+    sum.out = out;
+    sum.num_rows = 1;
+    sum.top_k = layers.top_k;
+    sum.hidden_size = layers.form->hidden_size;
+    sum.weights_dtype = weights_dtype;
+    sum.out_dtype = layers.form->dtype;
+    return hr_weighted_sum(&sum);
+}
+
+void report(const HrResidentLayers& layers, int64_t layer, const int64_t* choices,
+            int64_t routed_ns, int64_t started_ns, int64_t ended_ns) {
+    const int64_t number = head_of(layers).load(std::memory_order_relaxed);
+    int64_t* row = layers.reports + number % layers.num_reports * layers.report_words;
+    const int64_t header[HEADER_WORDS] = {layers.epoch, layers.step, layer,    layers.top_k,
+                                          routed_ns,    started_ns,  ended_ns, layers.joined_ns};
+    int32_t numbers[2 * MAX_TOP_K];
+    for (int64_t k = 0; k < layers.top_k; k++) {
+        numbers[k] = int32_t(choices[k]);
+        numbers[layers.top_k + k] = 1;
+    }
+    memcpy(row, header, sizeof header);
+    memcpy(row + HEADER_WORDS, numbers, size_t(2 * layers.top_k) * sizeof(int32_t));
+    head_of(layers).store(number + 1, std::memory_order_release);
+}
+
+}  // namespace
+
+int32_t hr_pass_layer(HrResidentLayers* layers, int64_t layer, int64_t routed_ns,
+                      const void* hidden, const int64_t* choices, const void* weights,
+                      int32_t weights_dtype, void* out) {
+    const HrResidentLayers& all = *layers;
+    if (all.size_bytes != int64_t(sizeof all) || all.top_k < 1) return HR_UNKNOWN;
+    if (layer < 0 || layer >= all.num_layers || all.top_k > MAX_TOP_K) return HR_ASK;
+    if (all.top_k > all.report_words - HEADER_WORDS || !are_distinct_experts(all, choices))
+        return HR_ASK;
+    const int64_t tail = tail_of(all).load(std::memory_order_acquire);
+    if (head_of(all).load(std::memory_order_relaxed) - tail >= all.num_reports) return HR_ASK;
+
+    move_fence(all);
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    const auto* table =
+        reinterpret_cast<const std::atomic<int32_t>*>(all.table + layer * all.num_experts);
+    int32_t slots[MAX_TOP_K];
+    for (int64_t k = 0; k < all.top_k; k++) {
+        slots[k] = table[choices[k]].load(std::memory_order_acquire);
+        if (slots[k] >= 0 && slots[k] < all.num_slots) continue;
+        move_fence(all);
+        return slots[k] < 0 ? HR_ASK : HR_NO_SLOT;
+    }
+    const int64_t started_ns = now_ns();
+    const int32_t fault = compute(all, hidden, slots);
+    const int64_t ended_ns = now_ns();
+    if (fault) return fault == 1 ? HR_NO_MEMORY : HR_UNKNOWN;
+    if (join(all, weights, weights_dtype, out)) return HR_UNKNOWN;
+    report(all, layer, choices, routed_ns, started_ns, ended_ns);
+    move_fence(all);
+    layers->joined_ns = now_ns();
+    return HR_PASSED;
+}

@@ -42,6 +42,7 @@ from orchestrator.core.events import (
     WorkerFault,
 )
 from orchestrator.data_plane import DataPlane
+from orchestrator.ending import Ending
 from orchestrator.front import Front, Loaded
 from orchestrator.hub import ADDRESSED, Hub, Worker
 from orchestrator.latency_log import LatencyFold, WorkerRecord
@@ -51,6 +52,7 @@ from orchestrator.loading import LoaderFault, load_store
 from orchestrator.log_file import LogFile
 from orchestrator.native_reuse import load_kernel
 from orchestrator.news import News
+from orchestrator.opening import Opening, wants_opening
 from orchestrator.requests import RequestBook
 from orchestrator.set_up import check_settings, core_config, log_header, make_segments, worker_setup
 from orchestrator.settings import PipelineSettings, count_slots
@@ -61,7 +63,7 @@ from orchestrator.totals import Totals
 from orchestrator.trace_recorder import TraceRecorder
 from protocol.channel import RouterChannel
 from protocol.codec import to_orchestrator
-from protocol.errors import EXIT_FAULT, EXIT_OK, ProtocolError, UserError
+from protocol.errors import EXIT_FAULT, ProtocolError, UserError
 from protocol.messages import (
     Cancel,
     ClientRequest,
@@ -83,13 +85,6 @@ log = logging.getLogger("headrace")
 _TICK_S = 1.0
 
 
-class Ending(msgspec.Struct, frozen=True):
-    """How the pipeline ends: an exit code and, unless all is well, one sentence."""
-
-    exit_code: int = EXIT_OK
-    sentence: str = ""
-
-
 class Engine:
     """One pipeline, from loading to its end."""
 
@@ -109,6 +104,7 @@ class Engine:
         self.loaded: Loaded | None = None
         self._num_slots = 0
         self._is_calibrated = False
+        self._opening: Opening | None = None
         self._plane: DataPlane
         self._channel: RouterChannel[WorkerEvent | ClientRequest]
         self._lifelines: Lifelines
@@ -150,7 +146,7 @@ class Engine:
             waits: set[asyncio.Future[Any]] = {serving, self._ended}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if serving.done() and not self._ended.done():
-                ending = self._ending_of(serving)
+                ending = Ending.of(serving.exception())
             else:
                 ending = self._ended.result()
             serving.cancel()
@@ -158,15 +154,6 @@ class Engine:
                 await serving
             await self._shut_down(ending)
         return ending
-
-    def _ending_of(self, serving: asyncio.Task[None]) -> Ending:
-        error = serving.exception()
-        if isinstance(error, UserError):
-            return Ending(error.exit_code, str(error))
-        if isinstance(error, LoaderFault):
-            return Ending(EXIT_FAULT, f"Loading failed: {error}.")
-        assert error is not None  # serving has no other end
-        raise error
 
     # ---------------------------------------------------------------- start
 
@@ -225,6 +212,11 @@ class Engine:
         self._plane = DataPlane(
             segments, fds, layout.block_bytes, self._loop.call_later, self._deliver
         )
+        if wants_opening(settings, layout, is_calibrated=self._is_calibrated):
+            self._opening = Opening(
+                layout, self._num_slots, segments, fds, self._hub.command, self._deliver
+            )
+            stack.callback(self._opening.close)
         self._begin_log()
         self._status_text = "waiting for workers"
         gc.collect()
@@ -275,6 +267,8 @@ class Engine:
     def _deliver(self, event: CoreEvent) -> None:
         """Hand an event to the core and carry out what follows, one event at a time. What was said
         in shared memory before this goes first."""
+        if self._opening is not None and self._opening.takes(event):
+            return
         try:
             self._events += self._plane.before(event)
         except ProtocolError as error:

@@ -53,6 +53,9 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
     #: Where `headrace calibrate` keeps what it measured; None: not looked for.
     calibration_dir: Path | None = None
+    #: Whether both branches are measured at the start; "auto": unless they are known, or the
+    #: experts are so few that a cache may hold them.
+    probe: str = "auto"
     latency_log: Path | None = None
     #: Where to write what routers choose, and what experts to take in their place.
     record_routing: Path | None = None

@@ -11,6 +11,8 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import shutil
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +34,12 @@ LEAK_GRACE_S = 5.0
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ[RUN_ID_VARIABLE] = uuid.uuid4().hex
+# What a person has calibrated on this machine must not decide how a test ends.
+CACHE_HOME = tempfile.mkdtemp(prefix="headrace-tests-cache-")
+os.environ["XDG_CACHE_HOME"] = CACHE_HOME
+# How long an example takes is the machine's business, not the test's.
+settings.register_profile("headrace", deadline=None)
+settings.load_profile("headrace")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -86,6 +95,10 @@ def _is_held_by_another(path: str) -> bool:
 
 def _num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(CACHE_HOME, ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from expert_store.layout import StoreLayout
-    from orchestrator.calibrate.bench import Bench, Sample
+    from orchestrator.calibrate.driver import Driver, Sample
 
 _CPU_SIZES = (1, 2, 3, 4, 6, 8)
 _LINK_SIZES = (1, 2, 3, 4)
@@ -68,7 +68,7 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 async def measure(
-    bench: Bench, layout: StoreLayout, plan: Plan, report: Callable[[float, str], None]
+    bench: Driver, layout: StoreLayout, plan: Plan, report: Callable[[float, str], None]
 ) -> Measured:
     """Run the course; `report(part of it done, what is next)`."""
     sets = working_sets(layout)
@@ -114,8 +114,8 @@ async def measure(
         cpu=line_of(cpu, layout.expert_bytes),
         link_beside_bytes_per_s=median_rate(link_beside, layout.expert_bytes),
         cpu_beside_bytes_per_s=median_rate(cpu_beside, layout.expert_bytes),
-        link_way_s=statistics.median(sample.way_s for sample in link),
-        cpu_way_s=statistics.median(sample.way_s for sample in cpu),
+        link_way_s=way_s(link),
+        cpu_way_s=way_s(cpu),
         cpu_row_part=row_part(rows),
         flat_from_bytes=first_flat(points),
         working_sets=points,
@@ -139,6 +139,11 @@ def median_rate(samples: list[Sample], expert_bytes: int) -> float:
     return statistics.median(
         sample.num_experts * expert_bytes / sample.work_s for sample in samples if sample.work_s
     )
+
+
+def way_s(samples: list[Sample]) -> float:
+    """From a command to the first byte, seconds; the middle one."""
+    return statistics.median(sample.way_s for sample in samples)
 
 
 def line_of(samples: list[Sample], expert_bytes: int) -> Line:

@@ -154,7 +154,7 @@ async def _measure(options: argparse.Namespace) -> CalibrationProfile:
                 emulate_link_bytes_per_s=paced,
             ) as bench:
                 plan = QUICK if options.quick else THOROUGH
-                measured = await measure(bench, layout, plan, progress.show)
+                measured = await measure(bench.driver, layout, plan, progress.show)
                 threads, isa = bench.num_threads, bench.isa
     finally:
         os.close(fd)

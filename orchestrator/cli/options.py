@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu", "cuda")
 DENSE_PATHS = ("eager", "traced", "compiled")
+PROBE_MODES = ("auto", "on", "off")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 #: As orchestrator.core knows them; a test compares.
 POLICIES = ("lfu", "lru", "lru-layer", "reuse", "reuse-tables")
@@ -154,6 +155,12 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
         help="state B_P, the rate of fills in GB/s, instead of measuring it",
     )
     group.add_argument(
+        "--probe",
+        choices=PROBE_MODES,
+        help="measure link and CPU for a second while the workers start; auto: unless they were "
+        "calibrated or stated, or a cache may hold all experts (default: auto)",
+    )
+    group.add_argument(
         "--emulate-link-gbps",
         type=_positive,
         metavar="Z",
@@ -244,6 +251,7 @@ _FIELDS = {
     "host_gbps": "host_gbps",
     "link_gbps": "link_gbps",
     "emulate_link_gbps": "emulate_link_gbps",
+    "probe": "probe",
     "cpu_workers": "num_cpu_workers",
     "max_context": "max_context",
     "max_num_seqs": "max_num_seqs",

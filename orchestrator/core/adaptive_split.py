@@ -124,6 +124,12 @@ class AdaptiveSplit:
             self._base = costs
             self._begin(costs)
 
+    def measured(self, costs: BranchCosts) -> None:
+        """What both branches were measured at, whoever was here; learning goes on from there."""
+        self._config = msgspec.structs.replace(self._config, costs=costs)
+        self._base = costs
+        self._begin(costs)
+
     def _costs(self, host_bytes_per_s: float, link_bytes_per_s: float) -> BranchCosts:
         config = self._config
         if config.costs is not None:

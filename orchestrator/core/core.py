@@ -27,6 +27,7 @@ from orchestrator.core.events import (
     CoreSnapshot,
     Foreseen,
     Passed,
+    RatesMeasured,
     ResetTable,
     Resize,
     Retired,
@@ -118,6 +119,9 @@ class Core:
                 return self._retired(event)
             case Resize():
                 return self._resize(event)
+            case RatesMeasured():
+                self._dispatch.measured(event.costs)
+                return []
             case _:
                 assert_never(event)
 

@@ -159,6 +159,13 @@ class Resize(msgspec.Struct, frozen=True):
     num_slots: int
 
 
+class RatesMeasured(msgspec.Struct, frozen=True):
+    """Both branches were measured on this machine, alone and beside each other: plan by this from
+    now on, and learn from there."""
+
+    costs: BranchCosts
+
+
 CoreEvent = (
     WorkerJoined
     | WorkerLost
@@ -173,6 +180,7 @@ CoreEvent = (
     | Foreseen
     | Retired
     | Resize
+    | RatesMeasured
 )
 
 # --------------------------------------------------------------------------- commands to the shell

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from orchestrator.core.adaptive_split import AdaptiveSplit
     from orchestrator.core.directory import ExpertDirectory
     from orchestrator.core.events import CoreCommand, Foreseen, Retired
+    from orchestrator.core.fluid_split import BranchCosts
     from orchestrator.core.layer_step import LayerStep
     from orchestrator.core.scheduler import Flight
     from orchestrator.core.workers import Roster
@@ -67,6 +68,10 @@ class ExpertPlacement:
     def _is_guest(self) -> bool:
         """Whether the step in flight must not cost others their experts."""
         return self._flight is not None and self._flight.is_guest
+
+    def measured(self, costs: BranchCosts) -> None:
+        """Reckon with `costs` from now on."""
+        self._split.measured(costs)
 
     # ---- fills that nobody waits for ----
 

@@ -81,6 +81,7 @@ def test_a_slowed_cpu_worker_loses_its_work_within_twenty_tokens(
     pipeline = Pipeline(
         processes, model, tmp_path / "run", "--supervise", "--slots", "25%", "--policy", "lru",
         "--fill-behind", "off", "--latency-log", str(log), "--emulate-link-gbps", LINK_GBPS,
+        "--probe", "on",
     )  # fmt: skip
     status = pipeline.wait_for(lambda status: status.is_ready)
     pipeline.generate(NUM_TOKENS)
@@ -93,6 +94,8 @@ def test_a_slowed_cpu_worker_loses_its_work_within_twenty_tokens(
         brake.release()
     processes.end()
 
+    said = processes.said(pipeline.orchestrator)
+    assert said.count("headrace calibrate") == 1, said  # measured at the start, in one line
     written = records(log)
     calm_share = cpu_share(written, 0, disturbed_ns)
     assert calm_share > 0.3
@@ -108,7 +111,6 @@ def test_a_slowed_cpu_worker_loses_its_work_within_twenty_tokens(
     ]
     assert drifts, "nobody noticed"
     tokens = sampled(written, disturbed_ns)
-    assert drifts[0] < tokens[FOLLOWED_TOKENS]
     # Hardly anything runs on the CPU then, probes aside.
     end_ns = time.monotonic_ns()
     assert cpu_share(written, tokens[FOLLOWED_TOKENS], end_ns) < 0.5 * calm_share

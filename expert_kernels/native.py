@@ -81,6 +81,12 @@ def make_expert_function(
         return torch_expert_function(layout)
 
 
+def isa_number(library: ctypes.CDLL, max_isa: MaxIsa) -> int:
+    """The number, for the library, of the best instruction set up to `max_isa`."""
+    names = usable_isas(library)
+    return max(number for number, name in enumerate(names) if _RANK[name] <= _RANK[max_isa])
+
+
 class NativeExpertFunction(ExpertFunction):
     """See `ExpertFunction`. Use from one thread at a time; others wait.
 
@@ -99,22 +105,22 @@ class NativeExpertFunction(ExpertFunction):
         super().__init__(layout)
         self._library = load_library()
         self._form = form_of(layout)
-        names = usable_isas(self._library)
-        self._isa = max(index for index, name in enumerate(names) if _RANK[name] <= _RANK[max_isa])
-        self.isa = names[self._isa]
+        self.isa_number = isa_number(self._library, max_isa)
+        self.isa = usable_isas(self._library)[self.isa_number]
         self.num_threads = num_threads
         pool = self._library.hr_pool_create(num_threads, SPIN_US)
         if not pool:
             raise NativeLibraryError(f"{num_threads} threads could not be started")
-        self._pool = ctypes.c_void_p(pool)
+        #: Address of the threads (HrPool), valid as long as this object lives.
+        self.pool = ctypes.c_void_p(pool)
         self._first_offset = self._form.first_offset
-        self.close = weakref.finalize(self, self._library.hr_pool_destroy, self._pool)
+        self.close = weakref.finalize(self, self._library.hr_pool_destroy, self.pool)
 
     @property
     def handles(self) -> tuple[int, int, int]:
         """What hr_run takes beside a step: addresses of pool and form, which live as long as this,
         and the number of the instruction set."""
-        return self._pool.value or 0, ctypes.addressof(self._form), self._isa
+        return self.pool.value or 0, ctypes.addressof(self._form), self.isa_number
 
     def __call__(self, tensors: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return self.run_each([tensors], x)[0]
@@ -159,7 +165,7 @@ class NativeExpertFunction(ExpertFunction):
 
     def read(self, memory: torch.Tensor) -> int:
         """A checksum of `memory` (uint8): reading alone, with all threads, for comparison."""
-        return int(self._library.hr_read(self._pool, memory.data_ptr(), memory.numel()))
+        return int(self._library.hr_read(self.pool, memory.data_ptr(), memory.numel()))
 
     def _address(self, tensors: dict[str, torch.Tensor]) -> int:
         """Where the block begins that these tensors are views of."""
@@ -188,7 +194,7 @@ class NativeExpertFunction(ExpertFunction):
             places.data_ptr(),
         )
         code = self._library.hr_run(
-            self._pool, ctypes.byref(self._form), self._isa, ctypes.byref(step)
+            self.pool, ctypes.byref(self._form), self.isa_number, ctypes.byref(step)
         )
         if code:
             raise MemoryError(f"no memory for the rows of {num_experts} experts (code {code})")

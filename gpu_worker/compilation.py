@@ -113,14 +113,25 @@ def why_different(
     Whole numbers are a router's choices: of experts with nearly equal scores either may be named,
     and the weights beside them, which are compared, then hardly differ.
     """
-    found = program(*inputs)
-    for result, wanted in zip(found, expected, strict=True):
+    for result, wanted in zip(program(*inputs), expected, strict=True):
         if result.shape != wanted.shape or result.dtype != wanted.dtype:
             return f"shape {tuple(result.shape)} instead of {tuple(wanted.shape)}"
-        if not wanted.is_floating_point():
-            continue
-        scale = max(float(wanted.abs().max()), 1e-6)
-        difference = float((result.float() - wanted.float()).abs().max()) / scale
-        if not difference <= _TOLERANCE.get(wanted.dtype, 1e-4):
-            return f"a relative difference of {difference:.1e} in {wanted.dtype}"
+        if wanted.is_floating_point() and (difference := why_apart(result, wanted)):
+            return difference
     return None
+
+
+def why_apart(
+    result: torch.Tensor, wanted: torch.Tensor, tolerance: float | None = None
+) -> str | None:
+    """How far two float tensors of one shape are apart, if farther than rounding explains (or than
+    `tolerance`, relative to the largest value)."""
+    if tolerance is None:
+        tolerance = _TOLERANCE.get(wanted.dtype, 1e-4)
+    scale = max(float(wanted.abs().max()), 1e-6)
+    difference = float((result.float() - wanted.float()).abs().max()) / scale
+    return (
+        None
+        if difference <= tolerance
+        else (f"a relative difference of {difference:.1e} in {wanted.dtype}")
+    )

@@ -59,7 +59,9 @@ class SegmentKind:
 
 
 @dataclass
-class _Segment:
+class Segment:
+    """One use of a kind: numbers of the values that it takes and makes, and its constants."""
+
     kind: int
     inputs: tuple[int, ...]
     constants: tuple[torch.Tensor, ...]
@@ -67,7 +69,9 @@ class _Segment:
 
 
 @dataclass
-class _SiteCall:
+class SiteCall:
+    """One use of a site: numbers of the values that it takes and makes."""
+
     site: AttentionSite | ExpertsSite
     inputs: tuple[int, ...]
     output: int
@@ -76,23 +80,28 @@ class _SiteCall:
 
 
 class DecodeStep:
-    """Runs the recorded step for one token after another, with any sequence's cache."""
+    """Runs the recorded step for one token after another, with any sequence's cache.
+
+    `calls` are segments and sites in their order. Values are numbered: 0 is the token, 1 its
+    position, `result` the logits; `replays` are the kinds' plain programs.
+    """
 
     def __init__(self, trace: StepTrace, device: torch.device) -> None:
         self.kinds: list[SegmentKind] = []
-        self._calls: list[_Segment | _SiteCall] = []
+        self.calls: list[Segment | SiteCall] = []
+        self.num_values = self.result = 0
         self._device = device
         self._cut(trace)
-        self._replays = [_quick(kind.graph) for kind in self.kinds]
-        self._programs: list[Callable[..., Any]] = list(self._replays)
+        self.replays = [_quick(kind.graph) for kind in self.kinds]
+        self._programs: list[Callable[..., Any]] = list(self.replays)
 
     @property
     def num_segments(self) -> int:
-        return sum(isinstance(call, _Segment) for call in self._calls)
+        return sum(isinstance(call, Segment) for call in self.calls)
 
     def use(self, programs: list[Callable[..., Any]]) -> None:
         """Run kind i as programs[i]; an empty list brings the replays back."""
-        self._programs = list(programs or self._replays)
+        self._programs = list(programs or self.replays)
 
     def run(
         self,
@@ -102,17 +111,18 @@ class DecodeStep:
         look: Callable[[int, list[torch.Tensor], Any], None] | None = None,
     ) -> torch.Tensor:
         """Logits [vocab] of the token after `token`, which comes at `position` and is added to
-        `cache`. `look(kind, inputs, outputs)` is shown every segment as it has run."""
-        values: list[Any] = [None] * self._num_values
+        `cache`. `look(number, inputs, outputs)` is shown every segment and attention site as it has
+        run; `number` is its place in `calls`."""
+        values: list[Any] = [None] * self.num_values
         values[0] = torch.tensor([[token]], device=self._device)
         values[1] = torch.tensor([[position]], device=self._device)
         layers, programs = cache.layers, self._programs
-        for call in self._calls:
-            if isinstance(call, _Segment):
+        for number, call in enumerate(self.calls):
+            if isinstance(call, Segment):
                 inputs = [values[i] for i in call.inputs]
                 results = programs[call.kind](*inputs, *call.constants)
                 if look is not None:
-                    look(call.kind, [*inputs, *call.constants], results)
+                    look(number, inputs, results)
                 for output, result in zip(call.outputs, results, strict=True):
                     values[output] = result
                 continue
@@ -121,12 +131,14 @@ class DecodeStep:
                 assert call.attend is not None  # every attention site has one
                 held = layers[site.cache_layer].update(values[sources[1]], values[sources[2]])
                 values[call.output] = call.attend(values[sources[0]], *held)
+                if look is not None:
+                    look(number, [values[i] for i in sources], (values[call.output],))
             else:
                 module = site.module
                 values[call.output] = module.headrace_exchange(
                     module.headrace_layer, *[values[i] for i in sources]
                 )
-        return values[self._result][0, -1]
+        return values[self.result][0, -1]
 
     def _cut(self, trace: StepTrace) -> None:
         """Fill `kinds` and `_calls` from the record."""
@@ -138,7 +150,7 @@ class DecodeStep:
         def finish() -> None:
             if pending:
                 segment = self._segment(pending, slots, constants, found)
-                self._calls.append(segment)
+                self.calls.append(segment)
                 pending.clear()
 
         for node in trace.graph.graph.nodes:
@@ -155,8 +167,8 @@ class DecodeStep:
                 slots[node] = len(slots)
                 site = trace.sites[number]
                 attend = _attend(site) if isinstance(site, AttentionSite) else None
-                self._calls.append(
-                    _SiteCall(site, tuple(slots[value] for value in inputs), slots[node], attend)
+                self.calls.append(
+                    SiteCall(site, tuple(slots[value] for value in inputs), slots[node], attend)
                 )
             elif node.op == "call_function":
                 pending.append(node)
@@ -164,8 +176,8 @@ class DecodeStep:
                 raise Untraceable(f"its record holds a {node.op}")
         if result not in slots:
             raise Untraceable("its logits are not computed by the step")
-        self._result = slots[result]
-        self._num_values = len(slots)
+        self.result = slots[result]
+        self.num_values = len(slots)
 
     def _segment(
         self,
@@ -173,7 +185,7 @@ class DecodeStep:
         slots: dict[torch.fx.Node, int],
         constants: dict[torch.fx.Node, torch.Tensor],
         found: dict[str, int],
-    ) -> _Segment:
+    ) -> Segment:
         inside = set(nodes)
         used = dict.fromkeys(
             value for node in nodes for value in node.all_input_nodes if value not in inside
@@ -201,7 +213,7 @@ class DecodeStep:
             self.kinds.append(SegmentKind(torch.fx.GraphModule({}, graph), examples))
         for node in outputs:
             slots[node] = len(slots)
-        return _Segment(
+        return Segment(
             found[key],
             tuple(slots[value] for value in inputs),
             tuple(constants[value] for value in weights),

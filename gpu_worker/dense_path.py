@@ -1,12 +1,13 @@
-"""How single tokens run through the dense part: "eager", "traced" or "compiled".
+"""How single tokens run through the dense part: "native", "traced", "compiled" or "eager".
 
     eager      transformers' own forward, as prompts do
     traced     a recording of it, replayed: the same operations, the same bits, less Python
-    compiled   the recording, its segments compiled: other roundings, least time
+    compiled   the recording, its segments compiled by torch: other roundings, no native library
+    native     the recording as a list for the native library: sums in another order, least time
 
 The path is decided once per pipeline, by a person, never by what lies in a cache on disk: a worker
 that takes another's place must compute the same bits. A model that cannot be recorded stays eager,
-a recording that cannot be compiled stays a replay; one line says so.
+a recording that cannot be compiled or run natively stays a replay; one line says so.
 """
 
 from __future__ import annotations
@@ -14,22 +15,28 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from expert_kernels.native_library import NativeLibraryError
 from protocol.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from expert_kernels.native_dense import DenseKernels
     from gpu_worker.model import DenseModel
 
 log = logging.getLogger("headrace.gpu_worker")
 
-DENSE_PATHS = ("eager", "traced", "compiled")
+DENSE_PATHS = ("eager", "traced", "compiled", "native")
 
 
 def set_up_dense_path(
-    model: DenseModel, path: str, progress: Callable[[int, int, str], None]
+    model: DenseModel,
+    path: str,
+    progress: Callable[[int, int, str], None],
+    kernels: Callable[[], DenseKernels] | None = None,
 ) -> str:
-    """Make `model` run single tokens along `path`; call it in inference mode.
+    """Make `model` run single tokens along `path`; call it in inference mode. `kernels` makes what
+    "native" runs on; without it, on an accelerator, that is "traced".
 
     Returns:
         The path that is taken.
@@ -50,8 +57,11 @@ def set_up_dense_path(
             "single tokens run through transformers, for this model is not recorded: %s", why_not
         )
         return "eager"
-    if path == "traced":
+    if path == "traced" or (path == "native" and kernels is None):
         return "traced"
+    if path == "native":
+        assert kernels is not None  # see above
+        return _set_up_native(model, kernels)
 
     def report(done: int, total: int) -> None:
         progress(done, total, f"compiling the dense part, {done} of {total} kinds of segments")
@@ -61,3 +71,14 @@ def set_up_dense_path(
         log.warning("the dense part is not compiled, and runs without: %s", why_not)
         return "traced"
     return "compiled"
+
+
+def _set_up_native(model: DenseModel, kernels: Callable[[], DenseKernels]) -> str:
+    try:
+        why_not = model.use_native(kernels())
+    except NativeLibraryError as error:
+        why_not = str(error)
+    if why_not is None:
+        return "native"
+    log.warning("single tokens do not run natively, and slower: %s", why_not)
+    return "traced"

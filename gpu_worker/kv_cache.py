@@ -9,7 +9,7 @@ as transformers makes them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers.cache_utils import (
     Cache,
@@ -35,6 +35,9 @@ class GrowingLayer(DynamicLayer):
         self._key_room: torch.Tensor | None = None
         self._value_room: torch.Tensor | None = None
         self._end = 0
+        self._first = 0
+        #: Counts the buffers that there have been.
+        self.room_number = 0
         #: Positions that were ever added; those of a sliding layer are not all kept.
         self.cumulative_length = 0
 
@@ -58,10 +61,55 @@ class GrowingLayer(DynamicLayer):
         value_room.narrow(2, start, num_new).copy_(value_states)
         self._end = end
         self.cumulative_length += num_new
-        first = self._first_visible(num_new)
-        self.keys = key_room.narrow(2, first, end - first)
-        self.values = value_room.narrow(2, first, end - first)
-        return self.keys, self.values
+        self._first = first = self._first_visible(num_new)
+        return key_room.narrow(2, first, end - first), value_room.narrow(2, first, end - first)
+
+    def add_place(self, keys: torch.Tensor, values: torch.Tensor) -> int:
+        """Count one position more, which whoever calls writes into `rooms`; its index there.
+        `keys` and `values` are like those that will be written."""
+        place = self._end
+        if place + 1 > self.capacity:
+            self._make_room(1, keys, values)
+            place = self._end
+        self._end = place + 1
+        self.cumulative_length += 1
+        self._first = self._first_visible(1)
+        return place
+
+    @property
+    def rooms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffers of keys and values, [1, heads, capacity, dim]; there is a position."""
+        assert self._key_room is not None  # room was made with the first position
+        assert self._value_room is not None
+        return self._key_room, self._value_room
+
+    @property
+    def window(self) -> int:
+        """How many of the last positions a new one sees; 0 for all."""
+        return 0
+
+    # transformers' layers hold what they return; here it is a view of the buffers.
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """What the last positions were to attend to."""
+        return self._shown("_key_room")
+
+    @keys.setter
+    def keys(self, value: object) -> None:
+        del value
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """As `keys`."""
+        return self._shown("_value_room")
+
+    @values.setter
+    def values(self, value: object) -> None:
+        del value
+
+    def _shown(self, name: str) -> torch.Tensor | None:
+        room: Any = getattr(self, name, None)
+        return None if room is None else room.narrow(2, self._first, self._end - self._first)
 
     def _first_visible(self, num_new: int) -> int:
         return 0
@@ -87,6 +135,7 @@ class GrowingLayer(DynamicLayer):
             rooms.append(wider)
         self._key_room, self._value_room = rooms
         self._end = num_kept
+        self.room_number += 1
         self.device = keys.device
         self.is_initialized = True
 
@@ -108,6 +157,10 @@ class GrowingSlidingLayer(GrowingLayer):
     def __init__(self, max_positions: int, sliding_window: int) -> None:
         super().__init__(max_positions)
         self.sliding_window = sliding_window
+
+    @property
+    def window(self) -> int:
+        return self.sliding_window
 
     def _num_kept(self) -> int:
         return min(self._end, self.sliding_window - 1)

@@ -31,8 +31,10 @@ from transformers.utils import logging as transformers_logging
 from expert_store.checkpoint import open_checkpoint, read_config
 from expert_store.packed import gather_packed, stated_quantisation
 from gpu_worker.compilation import CompileFailed, compile_kinds, why_different
-from gpu_worker.decode_step import DecodeStep
+from gpu_worker.decode_step import DecodeStep, Segment
 from gpu_worker.kv_cache import new_growing_cache
+from gpu_worker.native_check import answer_by_weights, why_not_native
+from gpu_worker.native_step import NativeStep
 from gpu_worker.step_trace import Untraceable, trace_step
 from protocol.errors import UserError
 
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import DynamicCache
+
+    from expert_kernels.native_dense import DenseKernels
 
 log = logging.getLogger("headrace.gpu_worker")
 
@@ -70,6 +74,7 @@ class DenseModel:
         self._model = model
         self._max_positions = max_positions
         self._step: DecodeStep | None = None
+        self._native: NativeStep | None = None
         self._experts = experts
         self.num_moe_layers = len(experts)
         self.device = model.device
@@ -122,7 +127,7 @@ class DenseModel:
         Returns:
             None, or why this model goes on token by token through transformers.
         """
-        self._step = None
+        self._step = self._native = None
         try:
             trace = trace_step(self._model, self._arguments, self._cache_argument, self.new_cache)
             step = DecodeStep(trace, self.device)
@@ -147,8 +152,11 @@ class DenseModel:
             return str(error)
         differences = []
 
-        def look(kind: int, inputs: list[torch.Tensor], expected: Any) -> None:
-            differences.append(why_different(programs[kind], inputs, expected))
+        def look(number: int, inputs: list[torch.Tensor], expected: Any) -> None:
+            call = step.calls[number]
+            if isinstance(call, Segment):
+                program = programs[call.kind]
+                differences.append(why_different(program, [*inputs, *call.constants], expected))
 
         try:
             for _ in self.compare(step, look):
@@ -160,6 +168,40 @@ class DenseModel:
             return f"a compiled part computes something else: {found}"
         step.use(programs)
         return None
+
+    def use_native(self, kernels: DenseKernels) -> str | None:
+        """Run the recording natively from now on.
+
+        Returns:
+            None, or why it goes on as it was.
+        """
+        step = self._step
+        if step is None:
+            return "there is no recording to run"
+        native = NativeStep(step, kernels)
+        if not native.num_native:
+            return f"there is no native kernel for {next(iter(native.reasons.values()), 'it')}"
+        for reason in native.reasons.values():
+            log.info("a part of every layer runs on torch: no native kernel for %s", reason)
+        self.connect(answer_by_weights)
+        tokens = self._check_tokens()
+        why_not = why_not_native(
+            step,
+            native,
+            lambda cache: self._forward_eager(tokens[:_CHECK_PROMPT], cache),
+            self.new_cache,
+            tokens[_CHECK_PROMPT:],
+            _CHECK_PROMPT,
+            self._model.dtype,
+        )
+        if why_not is None:
+            self._native = native
+        return why_not
+
+    @property
+    def native_step(self) -> NativeStep | None:
+        """The native form of the recording, if it is in use."""
+        return self._native
 
     @property
     def decode_step(self) -> DecodeStep | None:
@@ -179,13 +221,16 @@ class DenseModel:
         replaced by one whose answer depends on all that a router says, and must be connected anew.
         `look` is passed on to the step."""
         self.connect(_answer_by_choices)
-        tokens = [number % self.vocab_size for number in range(3, 3 + _CHECK_PROMPT + _CHECK_STEPS)]
+        tokens = self._check_tokens()
         caches = [self.new_cache(), self.new_cache()]
         for cache in caches:
             self._forward_eager(tokens[:_CHECK_PROMPT], cache)
         for position in range(_CHECK_PROMPT, len(tokens)):
             logits = step.run(tokens[position], position, caches[0], look)
             yield logits, self._forward_eager([tokens[position]], caches[1])
+
+    def _check_tokens(self) -> list[int]:
+        return [number % self.vocab_size for number in range(3, 3 + _CHECK_PROMPT + _CHECK_STEPS)]
 
     def new_cache(self) -> DynamicCache:
         """An empty KV cache that fits the model's kinds of layers."""
@@ -197,6 +242,8 @@ class DenseModel:
         Returns:
             The last token's logits, [vocab], on the model's device, in the model's dtype.
         """
+        if self._native is not None and len(tokens) == 1:
+            return self._native.run(tokens[0], cache.get_seq_length(), cache)
         if self._step is not None and len(tokens) == 1:
             return self._step.run(tokens[0], cache.get_seq_length(), cache)
         return self._forward_eager(tokens, cache)

@@ -21,6 +21,7 @@ import torch
 
 from expert_kernels.dequantising import torch_expert_function
 from expert_kernels.native import make_expert_function
+from expert_kernels.native_dense import DenseKernels
 from expert_kernels.native_join import NativeJoin
 from expert_kernels.native_library import NativeLibraryError
 from expert_kernels.reference import TORCH_DTYPE
@@ -308,7 +309,8 @@ def serve(
     try:
         with torch.inference_mode():
             model.warm_up()
-            set_up_dense_path(model, dense_path or setup.dense_path, link.progress)
+            kernels = functools.partial(DenseKernels, function) if device.type == "cpu" else None
+            set_up_dense_path(model, dense_path or setup.dense_path, link.progress, kernels)
             replay = RoutingReplay.of(link, layout.num_layers, layout.num_experts, device)
             completions = Completions.of(link)
             table = _residency(link)

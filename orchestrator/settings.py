@@ -64,7 +64,8 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     digest_logits: bool = False
     #: How single tokens run through the dense part. Recording costs a start some hundredths of a
     #: second per layer; compiling takes minutes and rounds elsewhere, so a person asks for it.
-    dense_path: str = "traced"
+    #: "native" is "traced" where there is no native library, or an accelerator.
+    dense_path: str = "native"
     #: The most that workers may use of the processor for experts.
     max_isa: str = "best"
     is_supervising: bool = False

@@ -209,7 +209,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     #: Digest logits of every sampled step into StepDone.logits_digest (tests, debugging).
     digest_logits: bool = False
     seed: int = 0
-    #: How the gpu_worker runs single tokens: "eager", "traced" or "compiled".
+    #: How the gpu_worker runs single tokens: "eager", "traced", "compiled", "native".
     dense_path: str = "eager"
 
 

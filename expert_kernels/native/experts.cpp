@@ -131,6 +131,16 @@ void read_tile(void* context, int64_t tile) {
 
 }  // namespace
 
+const Kernels* plain_kernels(int32_t isa) {
+    const auto& kernels = all_kernels();
+    return isa >= 0 && size_t(isa) < kernels.size() ? kernels[size_t(isa)].plain : nullptr;
+}
+
+const PackedKernels* packed_kernels(int32_t isa) {
+    const auto& kernels = all_kernels();
+    return isa >= 0 && size_t(isa) < kernels.size() ? kernels[size_t(isa)].packed : nullptr;
+}
+
 int32_t hr_abi_version() { return HR_ABI_VERSION; }
 
 const char* hr_isa_name(int32_t index) {

@@ -56,4 +56,15 @@ inline float round_to_float16(float value) {
     return float_of_bits(sign | magnitude);
 }
 
+// The bits of the nearest float16.
+inline uint16_t bits_of_float16(float value) {
+    const uint32_t bits = bits_of_float(round_to_float16(value));
+    const uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);
+    if (magnitude == 0x7f800000) return uint16_t(sign | 0x7c00);
+    if (magnitude < 0x38800000)  // a multiple of 2^-24
+        return uint16_t(sign | uint32_t(float_of_bits(magnitude) * 16777216.0f));
+    return uint16_t(sign | (magnitude - 0x38000000) >> 13);
+}
+
 }  // namespace

@@ -106,3 +106,7 @@ inline void wait_for_zero(const std::atomic<int32_t>& counter) {
 void run_plain_step(HrPool& pool, const HrForm& form, const Kernels& kernels, const HrStep& step);
 void run_packed_step(HrPool& pool, const HrForm& form, const PackedFormat& format,
                      const PackedKernels& kernels, const HrStep& step);
+
+// Kernels of instruction set number `isa`, null when there is none of that number (experts.cpp).
+const Kernels* plain_kernels(int32_t isa);
+const PackedKernels* packed_kernels(int32_t isa);

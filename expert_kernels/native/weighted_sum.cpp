@@ -20,16 +20,6 @@ float widen(int32_t dtype, const void* values, int64_t index) {
     return dtype == HR_BFLOAT16 ? float_of_bfloat16(bits) : float_of_float16(bits);
 }
 
-uint16_t bits_of_float16(float value) {
-    const uint32_t bits = bits_of_float(round_to_float16(value));
-    const uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
-    if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);
-    if (magnitude == 0x7f800000) return uint16_t(sign | 0x7c00);
-    if (magnitude < 0x38800000)  // a multiple of 2^-24
-        return uint16_t(sign | uint32_t(float_of_bits(magnitude) * 16777216.0f));
-    return uint16_t(sign | (magnitude - 0x38000000) >> 13);
-}
-
 }  // namespace
 
 int32_t hr_weighted_sum(const HrWeightedSum* sum) {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from orchestrator.settings import PipelineSettings
 
 DEVICES = ("cpu", "cuda")
-DENSE_PATHS = ("eager", "traced", "compiled")
+DENSE_PATHS = ("eager", "traced", "compiled", "native")
 PROBE_MODES = ("auto", "on", "off")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 #: As orchestrator.core knows them; a test compares.
@@ -213,8 +213,9 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
         "--dense-path",
         choices=DENSE_PATHS,
         help="how single tokens run outside the experts. eager: as transformers does; traced: "
-        "recorded at the start, then replayed bit for bit; compiled: fastest, after a first start "
-        "that takes minutes, needs a C++ compiler (default: traced)",
+        "recorded at the start, then replayed bit for bit; compiled: the recording compiled by "
+        "torch, after a first start that takes minutes, needs a C++ compiler; native: on the "
+        "experts' kernels, fastest, on the cpu device (default: native, else traced)",
     )
     group.add_argument(
         "--eager",

@@ -42,9 +42,12 @@ def transformers_tokens(model_dir: Path) -> list[int]:
     return [int(token) for token in output[0, prompt.shape[1] :]]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
+@pytest.mark.parametrize(
+    ("family", "dense_path"),
+    [(family, "native") for family in (*FAMILIES, *MORE_FAMILIES)] + [("qwen3_moe", "traced")],
+)
 def test_greedy_tokens_equal_transformers(
-    family: str, tmp_path: Path, processes: Processes
+    family: str, dense_path: str, tmp_path: Path, processes: Processes
 ) -> None:
     # Both layouts of files, in turn: every other family is sharded.
     is_sharded = list(FAMILIES).index(family) % 2 == 1 if family in FAMILIES else False
@@ -54,7 +57,7 @@ def test_greedy_tokens_equal_transformers(
     done = processes.call(
         "generate", "--model", model_dir, "--prompt", PROMPT, "--max-tokens", NUM_TOKENS,
         "--temperature", 0, "--ignore-eos", "--slots", "25%", "--host-gbps", 2, "--link-gbps", 1,
-        "--json", timeout_s=240,
+        "--dense-path", dense_path, "--json", timeout_s=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

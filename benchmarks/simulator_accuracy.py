@@ -1,12 +1,14 @@
 """The simulator against the pipeline: same routing, slots, policy and planner.
 
-    python benchmarks/simulator_accuracy.py --trace gpt-oss-20b_k4.npz --quick
+    python -m benchmarks.simulator_accuracy --trace gpt-oss-20b_k4.npz --quick
 
 A checkpoint of random weights runs recorded routing (--replay-routing) with a latency log. From the
-log come the costs of the very run: median rates of both branches alone and beside each other, the
-time until each begins, the dense part of a layer, the device's time per expert. With these the
-simulator replays the same steps. What is compared is the mean time of a decode step over all steps,
-the slowest tenth left out; `error` is the prediction over the measurement, less 1.
+log come the costs of the very run: rates of both branches alone and beside each other, the time
+until each begins, gaps between copies and until the device takes what has landed, the dense part of
+a layer, the device's time per expert, hand-overs. With these the simulator replays the same steps,
+the prompt before them as well. What is compared is the mean time of a decode step; `error` is the
+prediction over the measurement, less 1. All costs are plain means, for only these add up to a mean,
+on a busy machine too.
 
 That is a test of the simulator's model, not of its foresight: its costs are those of the run.
 """
@@ -14,6 +16,7 @@ That is a test of the simulator's model, not of its foresight: its costs are tho
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -25,8 +28,13 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.adaptive_split import PROMPT, Bench
 from orchestrator.core.fluid_split import BranchCosts
-from orchestrator.simulate.baselines import Contender, replay
+from orchestrator.core.split_rules import make_planner
+from orchestrator.simulate.bounds import shape_of
+from orchestrator.simulate.replay import Replay
 from orchestrator.simulate.trace import read_trace
+
+#: Planner and fill-behind.
+WAYS = (("fluid", "auto"), ("fill-only", "off"), ("cpu-only", "off"))
 
 
 def main() -> None:
@@ -35,97 +43,114 @@ def main() -> None:
     )
     parser.add_argument("--trace", type=Path, help="routing to replay (default: a made-up one)")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--slots", type=float, default=25.0, metavar="PERCENT")
     parser.add_argument("--link-gbps", type=float, default=2.5)
-    parser.add_argument("--quick", action="store_true", help="4 layers, 80 tokens")
+    parser.add_argument("--quick", action="store_true", help="4 layers, 150 tokens")
     options = parser.parse_args()
-    options.warm_up = 0
     if options.quick:
-        options.layers, options.tokens = 4, 80
-    rows = []
+        options.layers, options.tokens = 4, 150
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         bench = Bench(options, Path(folder))
-        for planner in ("fluid", "fill-only", "cpu-only"):
-            flags = ["--planner", planner, "--fill-behind", "off"]
-            bench.step_us(options.link_gbps, options.slots, flags)
-            records = [json.loads(line) for line in (Path(folder) / "log.jsonl").open()]
-            rows.append(compare(bench, records, planner))
-            print(json.dumps(rows[-1]), flush=True)
+        for planner, behind in WAYS:
+            flags = ["--planner", planner, "--fill-behind", behind]
+            records = bench.run_text(options.link_gbps, options.slots, flags).records()
+            print(json.dumps(compare(bench, records, planner, behind)), flush=True)
 
 
-def compare(bench: Bench, records: list[dict], planner: str) -> dict[str, object]:
+def compare(bench: Bench, records: list[dict], planner: str, behind: str) -> dict[str, object]:
     layers = [r for r in records if r["kind"] == "layer" and r["is_complete"]]
     decode = [r for r in layers if r["num_rows"] == 1]
-    expert_bytes = next(r for r in records if r["kind"] == "log")["expert_bytes"]
-    num_slots = next(r for r in records if r["kind"] == "log")["num_slots"]
-    steps = {r["step"]: r for r in records if r["kind"] == "step" and r["num_tokens"] == 1}
-    measured = sorted((r["done_ns"] - r["started_ns"]) * 1e-9 for r in steps.values())
-    kept = measured[: len(measured) - len(measured) // 10 or None]
-    costs, dense_s, join_s, rest_s = costs_of(decode, steps, expert_bytes)
+    header = next(r for r in records if r["kind"] == "log")
+    steps = [r for r in records if r["kind"] == "step" and r["num_tokens"] == 1]
+    costs, layer_s, rest_s = costs_of(decode, steps, header["expert_bytes"])
     prompt_tokens = len(PROMPT.encode())
     trace = read_trace(bench.routing)
-    ids = trace.part(prompt_tokens, len(steps))
-    ids = type(ids)(ids.ids[:, : bench.options.layers], ids.num_experts, ids.model, expert_bytes)
-    way = Contender("reuse-tables", planner, "off")
-    result = replay(ids, costs, num_slots, dense_s + join_s, way)
-    predicted_s = result.step_s + rest_s
-    measured_s = statistics.fmean(kept)
+    trace = type(trace)(trace.ids[:, : bench.options.layers], trace.num_experts, trace.model,
+                        header["expert_bytes"])  # fmt: skip
+    replay = Replay(
+        shape_of(trace), costs, num_slots=header["num_slots"], policy="reuse-tables",
+        planner=make_planner(planner, costs), fill_behind=behind, dense_s=layer_s,
+    )  # fmt: skip
+    before = replay.run(trace.part(0, prompt_tokens))
+    after = replay.run(trace.part(prompt_tokens, len(steps)))
+    predicted_s = (after.time_s - before.time_s) / len(steps) + rest_s
+    measured_s = mean([(r["done_ns"] - r["started_ns"]) * 1e-9 for r in steps])
+    num_accesses = sum(len(r["hits"]) + r["m"] for r in decode)
     return {
         "planner": planner,
+        "fill_behind": behind,
         "measured_ms": measured_s * 1e3,
         "predicted_ms": predicted_s * 1e3,
         "error": predicted_s / measured_s - 1,
-        "measured_hit_rate": sum(len(r["hits"]) for r in decode)
-        / sum(len(r["hits"]) + r["m"] for r in decode),
-        "predicted_hit_rate": result.hit_rate,
+        "measured_hit_rate": sum(len(r["hits"]) for r in decode) / num_accesses,
+        "predicted_hit_rate": (after.hits - before.hits) / num_accesses,
+        "measured_fills": sum(len(r["fills"]) for r in decode),
+        "predicted_fills": after.fills - before.fills,
+        "costs": {name: getattr(costs, name) for name in costs.__struct_fields__},
+        "layer_us": layer_s * 1e6,
+        "rest_us": rest_s * 1e6,
+        "log_us": {
+            "dense": mean([r["dense_ns"] for r in decode]) / 1e3,
+            "layer": mean([r["joined_ns"] - r["routed_ns"] for r in decode]) / 1e3,
+        },
     }
 
 
+def mean(values: list[float]) -> float:
+    """0.0 of nothing."""
+    return statistics.fmean(values) if values else 0.0
+
+
 def costs_of(
-    layers: list[dict], steps: dict[int, dict], expert_bytes: int
-) -> tuple[BranchCosts, float, float, float]:
-    """(costs, dense time per layer, hand-over per layer, what a step takes beside its layers)."""
-    rates: dict[str, list[float]] = {"link": [], "link+": [], "cpu": [], "cpu+": []}
-    link_starts, cpu_starts, gpu, joins = [], [], [], []
+    layers: list[dict], steps: list[dict], expert_bytes: int
+) -> tuple[BranchCosts, float, float]:
+    """(costs, dense time and hand-over per layer, what a step takes beside its layers), seconds."""
+    spans: dict[str, list[float]] = {"link": [], "link+": [], "cpu": [], "cpu+": []}
+    link_starts, cpu_starts, gaps, pickups, gpu, joins = [], [], [], [], [], []
     for layer in layers:
         is_both = bool(layer["dma"]) and bool(layer["cpu_runs"])
-        for name, spans in (("link", layer["dma"]), ("cpu", layer["cpu_runs"])):
-            for span in spans:
-                took_s = (span["ended_ns"] - span["started_ns"]) * 1e-9
-                if took_s > 0:
-                    rates[name + "+" * is_both].append(span["num_bytes"] / took_s)
-        if layer["dma"]:
-            first = min(span["started_ns"] for span in layer["dma"])
-            link_starts.append(max(first - layer["routed_ns"], 0) * 1e-9)
+        for name, runs in (("link", layer["dma"]), ("cpu", layer["cpu_runs"])):
+            for run in runs:
+                took_s = (run["ended_ns"] - run["started_ns"]) * 1e-9
+                if took_s > 0 and run["num_bytes"]:
+                    spans[name + "+" * is_both].append(took_s / run["num_bytes"])
+        copies = sorted((run["started_ns"], run["ended_ns"]) for run in layer["dma"])
+        if copies:
+            link_starts.append(max(copies[0][0] - layer["routed_ns"], 0) * 1e-9)
+            gaps += [
+                max(after[0] - before[1], 0) * 1e-9 for before, after in itertools.pairwise(copies)
+            ]
+            if layer["gpu_fills"]:
+                last_ns = max(run["started_ns"] for run in layer["gpu_fills"])
+                pickups.append(max(last_ns - copies[-1][1], 0) * 1e-9)
         if layer["cpu_runs"]:
-            first = min(span["started_ns"] for span in layer["cpu_runs"])
+            first = min(run["started_ns"] for run in layer["cpu_runs"])
             cpu_starts.append(max(first - layer["routed_ns"], 0) * 1e-9)
-        for span in (*layer["gpu_hits"], *layer["gpu_fills"]):
-            took_s = (span["ended_ns"] - span["started_ns"]) * 1e-9
-            gpu.append(took_s / max(len(span["experts"]), 1))
-        ends = [span["ended_ns"] for name in ("dma", "cpu_runs", "gpu_hits", "gpu_fills")
-                for span in layer[name]]  # fmt: skip
+        for run in (*layer["gpu_hits"], *layer["gpu_fills"]):
+            took_s = (run["ended_ns"] - run["started_ns"]) * 1e-9
+            gpu += [took_s / len(run["experts"])] * len(run["experts"])
+        ends = [run["ended_ns"] for name in ("dma", "cpu_runs", "gpu_hits", "gpu_fills")
+                for run in layer[name]]  # fmt: skip
         if ends:
             joins.append(max(layer["joined_ns"] - max(ends), 0) * 1e-9)
-    middle = {name: statistics.median(found) for name, found in rates.items() if found}
-    link = middle.get("link", middle.get("link+", 1e9))
-    cpu = middle.get("cpu", middle.get("cpu+", 1e9))
+    rates = {name: 1 / mean(found) for name, found in spans.items() if len(found) > 5}
+    link = rates.get("link", rates.get("link+", 1e9))
+    cpu = rates.get("cpu", rates.get("cpu+", 1e9))
     costs = BranchCosts(
         expert_bytes,
         link,
-        middle.get("link+", link),
+        rates.get("link+", link),
         cpu,
-        middle.get("cpu+", cpu),
-        cpu_fixed_s=statistics.median(cpu_starts) if cpu_starts else 0.0,
-        gpu_expert_s=statistics.median(gpu) if gpu else 0.0,
-        link_fixed_s=statistics.median(link_starts) if link_starts else 0.0,
+        rates.get("cpu+", cpu),
+        fill_fixed_s=mean(gaps) * len(gaps) / max(len(gaps) + len(link_starts), 1),
+        cpu_fixed_s=mean(cpu_starts),
+        gpu_expert_s=mean(gpu),
+        link_fixed_s=mean(link_starts) + mean(pickups),
     )
-    dense_s = statistics.median(layer["dense_ns"] for layer in layers) * 1e-9
-    rest_s = (
-        statistics.median(step["done_ns"] - step["joined_ns"] for step in steps.values()) * 1e-9
-    )
-    return costs, dense_s, statistics.median(joins) if joins else 0.0, rest_s
+    layer_s = mean([layer["dense_ns"] * 1e-9 for layer in layers]) + mean(joins)
+    rest_s = mean([(step["done_ns"] - step["joined_ns"]) * 1e-9 for step in steps])
+    return costs, layer_s, rest_s
 
 
 if __name__ == "__main__":

@@ -296,13 +296,16 @@ def _plot(what: str, values: list[float], answers: list[Study], path: Path) -> N
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     axes.plot(values, [answer.tokens_per_s for answer in answers], "o-", lw=2.5, label="headrace")
-    for name in answers[0].baselines_us:
+    # Some may lie on top of each other: dashes of different lengths show both.
+    for index, name in enumerate(answers[0].baselines_us):
         speeds = [1e6 / answer.baselines_us[name] for answer in answers]
-        axes.plot(values, speeds, ".--", lw=1, label=name)
+        label = "static, placed in hindsight" if name == "static" else name
+        axes.plot(values, speeds, ".", ls=(0, (6 - index, 2 + index)), lw=1, label=label)
     best = [1e6 / answer.bounds_us["Belady, best split"] for answer in answers]
-    axes.plot(values, best, ":", color="grey", label="bound: Belady, best split")
+    axes.plot(values, best, ":", color="grey", label="bound: Belady from empty, best split")
     axes.set_xlabel(_SWEEPS[what])
     axes.set_ylabel("tokens/s")
+    axes.set_ylim(bottom=0)
     axes.set_title(f"{answers[0].model} on {answers[0].profile}")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -43,7 +43,7 @@ DEFAULT_CPU_ROW_PART = 0.15
 #: Samples that an estimate is the middle of, at most.
 _MAX_WINDOW = 31
 #: A batch of more rows than this computes more than it reads and says nothing about a rate.
-_MAX_SAMPLE_ROWS = 8
+MAX_SAMPLE_ROWS = 8
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
@@ -267,7 +267,7 @@ class AdaptiveSplit:
         self, num_experts: int, rows: Sequence[int], started_ns: int, ended_ns: int
     ) -> None:
         """A cpu_worker has computed `num_experts` of `rows` rows each."""
-        if not self._is_learning or max(rows, default=0) > _MAX_SAMPLE_ROWS:
+        if not self._is_learning or max(rows, default=0) > MAX_SAMPLE_ROWS:
             return
         costs = self._base
         weight = num_experts + costs.cpu_row_part * (sum(rows) - num_experts)

@@ -182,6 +182,7 @@ class Core:
         commands: list[CoreCommand] = []
         if event.epoch != self._roster.gpu_epoch or not self._dispatch.ran(event, commands):
             return self._ignored()
+        self._dispatch.learn_from(event)
         return commands
 
     def _step_done(self, event: StepDone) -> list[CoreCommand]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from orchestrator.core.adaptive_split import MAX_SAMPLE_ROWS
 from orchestrator.core.background import BackgroundFills
 from orchestrator.core.directory import SlotState
 from orchestrator.core.events import AllIn, RequestCounters, Unpublish
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from orchestrator.core.layer_step import LayerStep
     from orchestrator.core.scheduler import Flight
     from orchestrator.core.workers import Roster
-    from protocol.messages import Copied, Epoch, ExpertId, ExpertKey, LayerId, SlotId
+    from protocol.messages import Copied, Epoch, ExpertId, ExpertKey, LayerId, Ran, SlotId
 
 
 class ExpertPlacement:
@@ -72,6 +73,11 @@ class ExpertPlacement:
     def measured(self, costs: BranchCosts) -> None:
         """Reckon with `costs` from now on."""
         self._split.measured(costs)
+
+    def learn_from(self, ran: Ran) -> None:
+        """What the device takes for an expert, hit or fill, of few rows."""
+        if self._flight is not None and self._flight.num_rows <= MAX_SAMPLE_ROWS:
+            self._split.took("gpu_expert_s", (ran.ended_ns - ran.started_ns) // len(ran.experts))
 
     # ---- fills that nobody waits for ----
 

@@ -20,11 +20,12 @@ than half of them are new. It is less where standstills that come back cost more
 does not rebuild the planner's tables; and a departure by more than `DRIFT_PART` from what was last
 said is reported once, with both numbers, when three quarters of the samples have departed: samples
 that scatter as widely as that have only become noisy. (Half of them do for a change by more than
-`TWIN_PART`: a branch that slow may not be used again.) A rate without news of its own moves with
-the branch's other rate when that has changed by more than `TWIN_PART`, to less than half or more
-than twice: what cripples a CPU beside the link cripples it alone as well, and nobody would find out
-while the
-planner avoids it. Smaller changes may well concern one of the two alone.
+`TWIN_PART`: a branch that slow may not be used again.) A rate that had no sample while most of the
+window of the branch's other rate came moves with that when it has changed by more than `TWIN_PART`,
+to less than half or more than twice: what cripples a CPU beside the link cripples it alone as well,
+and nobody would find out while the planner avoids it. Smaller changes may well concern one of the
+two alone; and a branch that recovers beside the other lifts what it does alone no higher than the
+calibrated ratio of the two.
 
 Pure: no clock; times are the stamps that came with the samples.
 """
@@ -88,14 +89,24 @@ class _Sample(msgspec.Struct, frozen=True, gc=False):
 class RateEstimates:
     """Estimates of all four rates; `costs` is what the planner is to use now."""
 
-    __slots__ = ("_costs", "_intervals", "_min_bytes", "_said", "_times", "_waiting", "_windows")
+    __slots__ = (
+        "_calibrated",
+        "_costs",
+        "_intervals",
+        "_min_bytes",
+        "_said",
+        "_silence",
+        "_times",
+        "_waiting",
+        "_windows",
+    )
 
     def __init__(
         self, costs: BranchCosts, *, min_bytes: int = MIN_SAMPLE_BYTES, window: int = WINDOW
     ) -> None:
         """`costs` as calibrated. Experts smaller than `min_bytes` count when they come in batches;
         for models of small experts state less, and a longer `window`."""
-        self._costs = costs
+        self._costs = self._calibrated = costs
         self._min_bytes = min_bytes
         self._waiting: dict[Branch, list[_Sample]] = {"link": [], "cpu": []}
         self._intervals: dict[Branch, deque[_Sample]] = {
@@ -105,11 +116,14 @@ class RateEstimates:
         self._windows: dict[tuple[Branch, bool], deque[float]] = {}
         #: Seconds per byte of the same samples and of older ones, in the order they came.
         self._times: dict[tuple[Branch, bool], deque[float]] = {}
+        #: Samples of a branch's other rate since the last one of this.
+        self._silence: dict[tuple[Branch, bool], int] = {}
         self._said: dict[tuple[Branch, bool], float] = {}
         for kind, field in _FIELDS.items():
             rate = getattr(costs, field)
             self._windows[kind] = deque([rate] * window, maxlen=window)
             self._times[kind] = deque(maxlen=REMEMBERED)
+            self._silence[kind] = 0
             self._said[kind] = rate
 
     @property
@@ -166,7 +180,17 @@ class RateEstimates:
         solved = max((rate - (1 - part) * other_rate) / part, rate * part)
         self._windows[branch, is_beside].append(solved)
         self._times[branch, is_beside].append(1 / solved)
+        self._silence[branch, is_beside] = 0
+        self._silence[branch, not is_beside] += 1
         return branch, is_beside
+
+    def _most_alone(self, kind: tuple[Branch, bool], beside: float) -> float:
+        """What a branch does alone at most, now that it is known to recover beside the other: no
+        less than was reckoned with, and no more than it had over `beside` when calibrated."""
+        alone = getattr(self._calibrated, _FIELDS[kind])
+        was_beside = getattr(self._calibrated, _FIELDS[kind[0], True])
+        most = beside * alone / was_beside if was_beside > 0 else beside
+        return max(getattr(self._costs, _FIELDS[kind]), most)
 
     def _estimate(self, kind: tuple[Branch, bool]) -> float:
         rate = median(self._windows[kind])
@@ -182,8 +206,11 @@ class RateEstimates:
                 continue
             changes[_FIELDS[kind]] = estimate
             twin = (kind[0], not kind[1])
-            if twin not in touched and used > 0 and _is_off(estimate, used, TWIN_PART):
+            is_silent = self._silence[twin] > len(self._windows[kind]) // 2
+            if is_silent and used > 0 and _is_off(estimate, used, TWIN_PART):
                 other = getattr(self._costs, _FIELDS[twin]) * estimate / used
+                if kind[1] and estimate > used:
+                    other = min(other, self._most_alone(twin, estimate))
                 changes[_FIELDS[twin]] = other
                 window = self._windows[twin]
                 window.extend([other] * len(window))

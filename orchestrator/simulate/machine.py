@@ -60,21 +60,23 @@ class VirtualMachine(Generic[T]):
         self.now_s += seconds
         return ended
 
-    def run(self, num_fills: int, cpu_weight: float) -> list[T]:
-        """A layer-step's misses: fills over the link, the rest on the CPU, until both are done."""
+    def run(self, num_fills: int, cpu_weight: float, num_hits: int = 0) -> list[T]:
+        """A layer-step's experts, until all are done: hits on the device, fills over the link and
+        then on the device, the rest on the CPU. The device takes one after the other."""
         costs = self.costs
         ended: list[T] = []
-        link_left = float(num_fills * costs.expert_bytes)
+        fills_left = num_fills
+        fill_left = float(costs.expert_bytes)  # of the one on the link
         cpu_left = cpu_weight * costs.expert_bytes
         link_wait_s = costs.link_fixed_s + num_fills * costs.fill_fixed_s if num_fills else 0.0
         cpu_wait_s = costs.cpu_fixed_s if cpu_left else 0.0
-        gpu_s = costs.gpu_expert_s if num_fills else 0.0
-        link_end_s = elapsed_s = 0.0
-        while link_left > 0 or cpu_left > 0:
+        device_s = num_hits * costs.gpu_expert_s
+        elapsed_s = 0.0
+        while fills_left or cpu_left > 0:
             is_cpu = cpu_left > 0 and cpu_wait_s <= 0
-            is_link = link_left > 0 and link_wait_s <= 0
+            is_link = fills_left > 0 and link_wait_s <= 0
             is_behind = (
-                link_left <= 0
+                not fills_left
                 and bool(self._behind)
                 and (cpu_left <= 0 or self._behind[0].is_beside_cpu)
             )
@@ -84,7 +86,7 @@ class VirtualMachine(Generic[T]):
             # Until the next thing ends.
             ends_s = [wait for wait in (link_wait_s, cpu_wait_s) if wait > 0]
             if is_link and link_rate > 0:
-                ends_s.append(link_left / link_rate)
+                ends_s.append(fill_left / link_rate)
             elif is_behind and link_rate > 0:
                 ends_s.append(self._behind[0].left_bytes / link_rate)
             if is_cpu and cpu_rate > 0:
@@ -93,7 +95,7 @@ class VirtualMachine(Generic[T]):
                 raise ValueError("a branch has work and a rate of 0: this step never ends")
             span_s = min(ends_s)
             if is_link:
-                link_left = _left(link_left - span_s * link_rate)
+                fill_left = _left(fill_left - span_s * link_rate)
                 self.link_busy_s += span_s
                 self.num_copied_bytes += span_s * link_rate
             elif is_behind:
@@ -103,10 +105,12 @@ class VirtualMachine(Generic[T]):
                 self.cpu_busy_s += span_s
             link_wait_s, cpu_wait_s = link_wait_s - span_s, cpu_wait_s - span_s
             elapsed_s += span_s
-            if link_left > 0 or is_link:
-                link_end_s = elapsed_s
+            if is_link and not fill_left:  # the device begins with it while the next one is sent
+                fills_left -= 1
+                fill_left = float(costs.expert_bytes)
+                device_s = max(device_s, elapsed_s) + costs.gpu_expert_s
         self.now_s += elapsed_s
-        rest_s = link_end_s + gpu_s - elapsed_s
+        rest_s = device_s - elapsed_s
         if rest_s > 0:
             ended += self.compute(rest_s)
         return ended

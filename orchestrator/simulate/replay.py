@@ -163,11 +163,11 @@ class Replay:
             self._fills += num_fills + num_waves
             self._fills_behind += len(behind)
             self._cpu_experts += num_cpu
-            landed = machine.run(num_fills + num_waves, num_cpu)
+            landed = machine.run(num_fills + num_waves, num_cpu, num_hits)
             self._commit(filled)
             self._commit(landed)
         elif num_hits and self._gpu_s:
-            self._commit(machine.compute(self._gpu_s))
+            self._commit(machine.compute(num_hits * self._gpu_s))
         if self._choice.needs_last_demand:
             self._memory.demanded(keys)
         for slot in pinned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import pytest
 
 from orchestrator.calibrate.course import Measured
 from orchestrator.calibrate.fits import Line
+from orchestrator.calibrate.picture import draw
 from orchestrator.calibrate.profile import (
     CalibrationProfile,
     ProfileKey,
@@ -124,3 +126,16 @@ def test_serving_uses_it_unless_a_rate_is_stated(tmp_path: Path) -> None:
     for changes in ({"host_gbps": 3.0}, {"emulate_link_gbps": 2.0}, {"num_cpu_workers": 2}):
         other = msgspec.structs.replace(settings, **changes)
         assert calibrated_costs(other, layout) is None
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
+)
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"rates.{suffix}"
+    draw(profile(), path)
+    written = path.read_bytes()
+    assert written.startswith(b"\x89PNG") if suffix == "png" else b"<svg" in written
+    with pytest.raises(UserError, match="cannot be written"):
+        draw(profile(), tmp_path / "nowhere" / f"rates.{suffix}")

@@ -75,6 +75,20 @@ def test_a_rate_without_news_moves_with_the_other_of_its_branch() -> None:
     assert costs.link_beside_cpu_bytes_per_s == 8e9
 
 
+def test_a_rate_that_recovers_beside_the_other_lifts_no_rate_that_was_right() -> None:
+    feed = Feed()
+    for _ in range(12):  # slow beside the CPU only
+        feed.beside(2e9, 30e9)
+        feed.alone("link", 10e9)
+        assert feed.estimates.costs.link_bytes_per_s == pytest.approx(10e9, rel=0.01)
+    assert feed.estimates.costs.link_beside_cpu_bytes_per_s == pytest.approx(2e9, rel=0.01)
+    for _ in range(12):
+        feed.beside(8e9, 30e9)
+    costs = feed.estimates.costs
+    assert costs.link_beside_cpu_bytes_per_s == pytest.approx(8e9, rel=0.01)
+    assert costs.link_bytes_per_s == pytest.approx(10e9, rel=0.01)
+
+
 @given(seed=st.integers(0, 1000), wild=st.floats(1.0, 100))
 def test_samples_too_good_to_be_true_change_nothing(seed: int, wild: float) -> None:
     """Every third is, so never half of a window."""

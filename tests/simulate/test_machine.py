@@ -71,6 +71,18 @@ def test_copies_behind_end_in_order_and_move_their_bytes() -> None:
     assert machine.num_copied_bytes == pytest.approx(30 * MB)
 
 
+def test_the_device_takes_one_expert_after_the_other() -> None:
+    """Three hits keep it busy until the first of two fills, of 1 ms each, has landed and longer."""
+    costs = BranchCosts(10 * MB, 10e9, 10e9, 40e9, 30e9, gpu_expert_s=0.5e-3)
+    machine: VirtualMachine[str] = VirtualMachine(costs)
+    machine.run(2, 0, num_hits=3)
+    assert machine.now_s == pytest.approx(2.5e-3)
+    machine.run(0, 1, num_hits=3)  # the CPU ends before the device
+    assert machine.now_s == pytest.approx(4.0e-3)
+    machine.run(2, 0, num_hits=1)
+    assert machine.now_s == pytest.approx(6.5e-3)
+
+
 def test_a_branch_that_never_ends_is_said() -> None:
     machine: VirtualMachine[str] = VirtualMachine(BranchCosts(MB, 1e9, 1e9, 0.0, 0.0))
     with pytest.raises(ValueError, match="never ends"):

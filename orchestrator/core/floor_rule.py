@@ -11,12 +11,12 @@ serves, such as the least time by the calibrated costs.
 
 A probe is `PROBE_STEPS` layer-steps of an arm, judged by the median; the arm in use is judged by
 its usual time (see `usual_time`). A better arm is taken when it is better by more than `MARGIN`.
-Where either of the two has been seen to lose its time in standstills that come now and then, a
-short probe may just have missed them, so it goes on for `LONG_PROBE_STEPS` and is judged by its
-mean. Probing an arm that loses costs time: each lost probe doubles its interval, up to
-`MAX_INTERVAL`; a change of the rates (`rates_changed`) makes all of them short again, for old
-results mean nothing then; and an arm that was taken by old results has to stand up to the split at
-once.
+Where results scatter widely, or either of the two has been seen to lose its time in standstills
+that come now and then, a short probe says little: it goes on for `LONG_PROBE_STEPS`, and means are
+compared. Each lost probe doubles its interval, up to `MAX_INTERVAL`; a change of the rates
+(`rates_changed`) makes all of them short again. An arm whose latest results are `WORSE` than when
+it was last judged is held against the others at once. What probes lose is bounded: none begins
+while they have lost more than `PROBE_PART` of all layer-steps, and a long probe.
 
 An arm whose predicted time is more than `HOPELESS` times the split's is only *looked at*: one
 layer-step, whenever what it is predicted to lose fits into an allowance of `LOOK_PART` of all
@@ -43,6 +43,12 @@ MIN_INTERVAL = 64
 MAX_INTERVAL = 4096
 HOPELESS = 3.0
 LOOK_PART = 0.005
+PROBE_PART = 0.01
+WORSE = 1.7
+#: Latest results that show it.
+_NUM_LATEST = 16
+#: Results scatter when half of them lie within more than this part of their median.
+_SCATTER_PART = 0.3
 #: An arm loses time now and then when its usual time is so much more than its median.
 _LUMPY_FACTOR = 1.25
 
@@ -52,6 +58,7 @@ class FloorRule:
 
     __slots__ = (
         "_allowance_s",
+        "_budget",
         "_clock",
         "_due",
         "_held",
@@ -61,6 +68,7 @@ class FloorRule:
         "_lumpy",
         "_num_proofs",
         "_probing",
+        "_reference",
         "_results",
         "_used",
     )
@@ -80,7 +88,13 @@ class FloorRule:
         self._clock = 0
         self._intervals: dict[Arm, int] = {}
         self._due: dict[Arm, int] = {}
-        self._results: dict[Arm, deque[float]] = {}
+        self._results: dict[Arm, deque[float]] = {
+            arm: deque(maxlen=REMEMBERED) for arm in ("split", "fill", "cpu")
+        }
+        #: The median of the arm in use when it was last judged; 0.0: it never was.
+        self._reference = 0.0
+        #: Layer-steps that probes may still lose.
+        self._budget = float(LONG_PROBE_STEPS)
         self._used: Arm = "split"
         self.rates_changed()
 
@@ -90,9 +104,9 @@ class FloorRule:
         return self._held
 
     def rates_changed(self) -> None:
-        """Forget results and lost probes; the arm in use stays, and is held against the split next.
-        Probes that are due before long stay due: rates that change all the time put nothing off.
-        A probe in progress goes on: it is most likely what the news came from."""
+        """Forget lost probes; the arm in use stays. Probes that are due before long stay due: rates
+        that change all the time put nothing off. A probe in progress goes on: it is most likely
+        what the news came from."""
         self._intervals = {"split": MIN_INTERVAL, "fill": MIN_INTERVAL, "cpu": MIN_INTERVAL}
         soon: dict[Arm, int] = {
             "split": self._clock + MIN_INTERVAL,
@@ -101,11 +115,6 @@ class FloorRule:
         }
         self._due = {arm: min(due, self._due.get(arm, due)) for arm, due in soon.items()}
         self._num_proofs = 0
-        if self._probing is not None:
-            return
-        if self._held != "split":
-            self._due["split"] = self._clock
-        self._results = {arm: deque(maxlen=REMEMBERED) for arm in self._intervals}
 
     def next_arm(self, predicted_s: dict[Arm, float]) -> Arm:
         """What the next layer-step is to use.
@@ -128,37 +137,58 @@ class FloorRule:
         that has changed, else None."""
         self._clock += 1
         self._num_proofs += self._used == self._held
+        self._budget = min(self._budget + PROBE_PART, LONG_PROBE_STEPS)
         results = self._results[self._used]
         results.append(relative)
-        if self._probing is None or not (self._is_look or len(results) >= PROBE_STEPS):
-            return None
         held = self._results[self._held]
-        mine = usual_time(held, REMEMBERED)
+        if self._probing is None:
+            self._watch(held)
+            return None
+        if not (self._is_look or len(results) >= PROBE_STEPS):
+            return None
+        mine, middle = usual_time(held, REMEMBERED), median(held)
         if self._is_look:
             self._is_look = False
             if relative >= HOPELESS * mine:
                 self._lose(self._probing)
             return None
+        self._reference = middle
+        self._see(self._held, mine, middle, len(held) >= LONG_PROBE_STEPS)
+        other = median(results)
+        if self._is_long or self._lumpy & {self._held, self._probing} or _scatters(held):
+            mine, other = sum(held) / len(held), sum(results) / len(results)
+            is_lost = sum(results) > LONG_PROBE_STEPS * mine
+            if len(results) < LONG_PROBE_STEPS and not is_lost:
+                return None
+            self._see(self._probing, other, median(results), len(results) >= LONG_PROBE_STEPS)
+        self._budget -= max(sum(results) / mine - len(results), 0.0)
         # Back to the split as soon as it is no worse; away from it only for a clear gain.
         least = mine if self._probing == "split" else mine * (1 - MARGIN)
-        self._see(self._held, mine, median(held), len(held) >= LONG_PROBE_STEPS)
-        other = median(results)
-        if self._is_long or self._lumpy & {self._held, self._probing}:
-            if len(results) < LONG_PROBE_STEPS and sum(results) <= LONG_PROBE_STEPS * least:
-                return None
-            other = sum(results) / len(results)
-            self._see(self._probing, other, median(results), len(results) >= LONG_PROBE_STEPS)
         if other > least or (other == least and self._probing != "split"):
             self._lose(self._probing)
             return None
         self._held, self._probing = self._probing, None
         self._num_proofs = len(results)
+        self._reference = median(results)
         for arm in self._intervals:
             self._intervals[arm] = MIN_INTERVAL
             self._postpone(arm)
         return self._held
 
     # ---- inside ----
+
+    def _watch(self, held: deque[float]) -> None:
+        """Whether the arm in use has become worse; then only what shows it counts."""
+        if len(held) < _NUM_LATEST or not self._reference:
+            return
+        latest = list(held)[-_NUM_LATEST:]
+        now = median(latest)
+        if now > WORSE * self._reference:
+            self._reference, self._budget = now, max(self._budget, 1.0)
+            held.clear()
+            held.extend(latest[_NUM_LATEST // 2 :])
+            self._due = dict.fromkeys(self._due, self._clock)
+            self._intervals = dict.fromkeys(self._intervals, MIN_INTERVAL)
 
     def _see(self, arm: Arm, usual: float, middle: float, is_long: bool) -> None:
         """Whether `arm` loses time now and then; a few results that do not show it say nothing."""
@@ -176,8 +206,11 @@ class FloorRule:
         self._due[arm] = self._clock + self._intervals[arm]
 
     def _due_probe(self, predicted_s: dict[Arm, float]) -> Arm | None:
-        if len(self._results[self._held]) < PROBE_STEPS:
-            return None  # there is nothing to compare with
+        held = self._results[self._held]
+        is_vague = bool(held) and (self._held in self._lumpy or _scatters(held))
+        num_needed = LONG_PROBE_STEPS if is_vague else PROBE_STEPS
+        if len(held) < num_needed or self._budget < 0:
+            return None  # there is nothing to compare with, or it has cost enough
         least_s = min(predicted_s.values())
         for arm, due in self._due.items():
             if arm == self._held or due > self._clock or arm not in predicted_s:
@@ -192,3 +225,9 @@ class FloorRule:
             self._results[arm].clear()
             return arm
         return None
+
+
+def _scatters(results: deque[float]) -> bool:
+    ordered = sorted(results)
+    quarter = len(ordered) // 4
+    return ordered[-1 - quarter] - ordered[quarter] > _SCATTER_PART * ordered[len(ordered) // 2]

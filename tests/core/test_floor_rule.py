@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from orchestrator.core.floor_rule import (
     LOOK_PART,
     MAX_INTERVAL,
@@ -136,7 +140,7 @@ def test_rates_that_change_all_the_time_put_no_probe_off() -> None:
 
 
 def test_an_arm_in_use_whose_branch_fails_is_left_at_once() -> None:
-    """By what is predicted, or, where that is not so clear, as soon as the rates have changed."""
+    """By what is predicted, or by its own results."""
     rule = FloorRule()
     drive(rule, {"split": 1.5, "fill": 2.0, "cpu": 1.0}, 300)
     assert rule.held == "cpu"
@@ -145,7 +149,26 @@ def test_an_arm_in_use_whose_branch_fails_is_left_at_once() -> None:
     assert rule.held == "split"
 
     rule = FloorRule()
-    drive(rule, {"split": 1.5, "fill": 2.0, "cpu": 1.0}, 300)
-    rule.rates_changed()
-    drive(rule, {"split": 1.5, "fill": 2.0, "cpu": 4.0}, 2 * PROBE_STEPS + 1)
+    drive(rule, {"split": 1.5, "fill": 2.0, "cpu": 1.0}, MAX_INTERVAL)
+    drive(rule, {"split": 1.5, "fill": 2.0, "cpu": 4.0}, 16)
     assert rule.held == "split"
+
+
+@pytest.mark.parametrize("best", ["split", "cpu"])
+def test_noise_and_rates_that_change_all_the_time_cost_little(best: Arm) -> None:
+    """Results that scatter by half, one in ten of them up to five times as long, and news of rates
+    every 30 layer-steps: the best arm is found and kept."""
+    truth: dict[Arm, float] = {"split": 1.5, "fill": 2.0, "cpu": 1.5}
+    truth[best] = 1.0
+    chance = random.Random(3)
+    rule = FloorRule()
+    cost = 0.0
+    for index in range(8000):
+        arm = rule.next_arm(EVEN)
+        noise = chance.expovariate(1 / 0.3) if chance.random() > 0.1 else 5 * chance.random()
+        rule.measured(truth[arm] * (0.7 + noise))
+        if chance.random() < 1 / 30:
+            rule.rates_changed()
+        cost += truth[arm] if index >= 1000 else 0.0
+    assert rule.held == best
+    assert cost < 1.03 * 7000

@@ -6,8 +6,9 @@
 
 A random checkpoint is written (7.8 GB, kept in --model when that is given), then `headrace
 generate --device cpu` decodes 64 tokens after a prompt of 32, one run for each format, each with a
-pipeline of its own. Beside it: transformers' eager experts in the same dtype, and llama.cpp where
-llama-cpp-python is installed and --llama-gguf names the same model in its format.
+pipeline of its own, the large linear layers in the experts' format. Beside it: transformers' eager
+experts in the same dtype, and llama.cpp where llama-cpp-python is installed and --llama-gguf names
+the same model in its format.
 
     tok/s     tokens after the first, per second
     GB/token  bytes of weights that a token needs: top_k experts of each layer and the dense part
@@ -32,6 +33,7 @@ from rich.table import Table
 from benchmarks.random_checkpoint import make_random_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
+PLAIN = ("bf16", "fp16", "fp32")
 FORMATS = ("bf16", "int8", "fp8", "int4", "mxfp4", "nvfp4")
 PROMPT = "A headrace brings the water here"  # 32 tokens of the checkpoint's tokenizer
 SHAPE = {
@@ -52,9 +54,12 @@ QUICK_SHAPE = {
 }
 
 
-def run_headrace(model: Path, expert_dtype: str, num_tokens: int, flags: list[str]) -> Any:
+def run_headrace(
+    model: Path, expert_dtype: str, dense_dtype: str, num_tokens: int, flags: list[str]
+) -> Any:
     """One pipeline, one text: the JSON object of `headrace generate`, and the layout's sizes."""
     shared = ["--model", str(model), "--expert-dtype", expert_dtype, "--json"]
+    shared += ["--dense-dtype", dense_dtype]
     done = subprocess.run(
         [
             sys.executable, "-P", "-m", "orchestrator.cli.main", "generate", *shared,
@@ -68,12 +73,12 @@ def run_headrace(model: Path, expert_dtype: str, num_tokens: int, flags: list[st
     return json.loads(done.stdout)
 
 
-def plan(model: Path, expert_dtype: str) -> Any:
+def plan(model: Path, expert_dtype: str, dense_dtype: str) -> Any:
     """Sizes of the model in a format, from `headrace plan`."""
     done = subprocess.run(
         [
             sys.executable, "-P", "-m", "orchestrator.cli.main", "plan", "--model", str(model),
-            "--expert-dtype", expert_dtype, "--slots", "1", "--json",
+            "--expert-dtype", expert_dtype, "--dense-dtype", dense_dtype, "--slots", "1", "--json",
         ],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -114,10 +119,12 @@ def run_llama(gguf: Path, num_tokens: int, num_threads: int) -> float:
 def measure(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name in args.formats:
-        sizes = plan(model, name)
+        dense_dtype = name if name not in PLAIN and args.dense == "same" else "auto"
+        sizes = plan(model, name, dense_dtype)
         active_bytes = sizes["num_layers"] * sizes["top_k"] * sizes["expert_bytes"]
         runs = [
-            run_headrace(model, name, args.tokens, args.flags.split()) for _ in range(args.repeat)
+            run_headrace(model, name, dense_dtype, args.tokens, args.flags.split())
+            for _ in range(args.repeat)
         ]
         rate = statistics.median(run["tokens_per_s"] for run in runs)
         token_bytes = active_bytes + sizes["dense_bytes"]
@@ -125,6 +132,7 @@ def measure(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
             {
                 "program": "headrace",
                 "expert_dtype": name,
+                "dense_dtype": dense_dtype,
                 "tokens_per_s": rate,
                 "gb_per_token": token_bytes / 1e9,
                 "gbps": rate * token_bytes / 1e9,
@@ -155,6 +163,12 @@ def main() -> int:
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="made if it is not there")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), metavar="NAME")
+    parser.add_argument(
+        "--dense",
+        choices=("same", "auto"),
+        default="same",
+        help="the large linear layers: in the experts' format, or as they are (default: same)",
+    )
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="of the other programs")

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from expert_kernels.native import SPIN_US, NativeExpertFunction, isa_number
-from expert_kernels.native_library import NativeLibraryError, load_library
+from expert_kernels.native_library import KINDS, SCALES, NativeLibraryError, load_library
 
 if TYPE_CHECKING:
     from expert_kernels.native import MaxIsa
     from expert_kernels.reference import ExpertFunction
+    from expert_store.formats import WeightFormat
 
-DENSE_VERSION = 1
+DENSE_VERSION = 2
 MAX_DIMS = 5
 #: HrValue of an operand that is the operation's number x.
 NO_VALUE = -1
@@ -38,7 +39,7 @@ _OP_NAMES = (
     "tanh", "relu", "square", "pow", "clamp", "not", "add", "sub", "mul", "div", "maximum",
     "minimum", "gt", "ge", "lt", "le", "eq", "ne", "where", "polar", "complex_mul",
     "sum", "mean", "max", "softmax", "layer_norm", "topk",
-    "gather", "scatter", "embedding", "linear", "attend",
+    "gather", "scatter", "embedding", "linear", "attend", "packed_linear",
 )  # fmt: skip
 OP_CODES = {name: code for code, name in enumerate(_OP_NAMES)}
 
@@ -84,6 +85,16 @@ class CacheLayer(ctypes.Structure):
         ("end", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("room_number", ctypes.c_int64),
+    )
+
+
+def format_number(weights: WeightFormat) -> int:
+    """A format as HR_OP_PACKED_LINEAR takes it."""
+    return (
+        KINDS[weights.kind]
+        | SCALES[weights.scale] << 8
+        | weights.has_zero_points << 16
+        | weights.group_size << 24
     )
 
 

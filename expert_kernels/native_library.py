@@ -27,8 +27,10 @@ LIBRARY_NAME = "headrace_experts.so"
 
 #: HrDtype.
 DTYPES: dict[Dtype, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
-_KINDS: dict[FormatKind, int] = {"int8": 1, "int4": 2, "mxfp4": 3, "nvfp4": 4, "fp8": 5}
-_SCALES: dict[ScaleKind, int] = {
+#: HrKind.
+KINDS: dict[FormatKind, int] = {"int8": 1, "int4": 2, "mxfp4": 3, "nvfp4": 4, "fp8": 5}
+#: HrScale.
+SCALES: dict[ScaleKind, int] = {
     "float32": 0,
     "float16": 1,
     "bfloat16": 2,
@@ -142,8 +144,8 @@ def form_of(layout: StoreLayout) -> Form:
         is_interleaved=form.is_interleaved,
         alpha=form.alpha or 0.0,
         limit=form.limit or 0.0,
-        kind=_KINDS[weights.kind] if weights else 0,
-        scale=_SCALES[weights.scale] if weights else 0,
+        kind=KINDS[weights.kind] if weights else 0,
+        scale=SCALES[weights.scale] if weights else 0,
         group_size=weights.group_size if weights else 0,
         has_zero_points=weights.has_zero_points if weights else 0,
         first_offset=offsets["gate_up" if form.has_gate else "up"],

@@ -40,6 +40,8 @@ def main(arguments: list[str]) -> int:
         command.add_argument("--expert-dtype", default="auto", metavar="NAME")
         if name == "load":
             command.add_argument("--fd", type=int, required=True, help="empty memfd to load into")
+        else:
+            command.add_argument("--dense-dtype", default="auto", metavar="NAME")
     options = parser.parse_args(arguments)
     # Whatever a library prints must not get between the reports.
     reports = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
@@ -62,7 +64,8 @@ def main(arguments: list[str]) -> int:
 
         # The loader's own threads share the cores; torch's beside them would only get in their way.
         torch.set_num_threads(1)
-        plan = Plan(checkpoint, options.dtype, options.expert_dtype)
+        dense_dtype = getattr(options, "dense_dtype", "auto")
+        plan = Plan(checkpoint, options.dtype, options.expert_dtype, dense_dtype)
         gc.enable()
         report(
             plan.inspection() if options.command == "inspect" else load(plan, options.fd, report)

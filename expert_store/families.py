@@ -23,6 +23,8 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from expert_store.dense_linears import large_linears
+from expert_store.formats import num_tiles
 from expert_store.gates import UnsupportedModelError, derive_form, is_experts, prove_form
 from expert_store.layout import ITEM_BYTES, Dtype, ExpertForm, StoreLayout, make_layout
 from expert_store.packed import PACKED_DTYPE
@@ -212,13 +214,24 @@ def store_layout(
     )
 
 
-def dense_bytes(shape: ModelShape, dtype: Dtype) -> int:
-    """Bytes of all parameters but the experts', tied ones once, in ``dtype``."""
-    return sum(
+def dense_bytes(shape: ModelShape, dtype: Dtype, linears: WeightFormat | None = None) -> int:
+    """Bytes of all parameters but the experts', tied ones once, in ``dtype``; of large linear
+    layers in the format ``linears``, if there is one."""
+    model: Any = shape.meta_model
+    num_bytes = sum(
         parameter.numel() * ITEM_BYTES[dtype]
-        for name, parameter in shape.meta_model.named_parameters()
+        for name, parameter in model.named_parameters()
         if not shape.is_expert_parameter(name)
     )
+    if linears is None:
+        return num_bytes
+    for path, linear in large_linears(model):
+        if shape.is_expert_parameter(f"{path}.weight"):
+            continue
+        num_bytes += num_tiles(linear.out_features) * linears.tile_bytes(linear.in_features)
+        if linear.weight is not model.get_input_embeddings().weight:  # else both are kept
+            num_bytes -= linear.weight.numel() * ITEM_BYTES[dtype]
+    return num_bytes
 
 
 def kv_bytes_per_token(config: Any, dtype: Dtype) -> int:

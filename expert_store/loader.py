@@ -22,7 +22,7 @@ import torch
 
 from expert_store.checkpoint import Checkpoint, CheckpointError
 from expert_store.conversion import converted_experts, direct_copies
-from expert_store.expert_dtype import rows_dtype
+from expert_store.expert_dtype import parse_expert_dtype, rows_dtype
 from expert_store.expert_matrices import (
     MatrixJob,
     Part,
@@ -75,7 +75,13 @@ _PROGRESS_S = 0.2
 class Plan:
     """What a load will do: made from headers alone, so it is also what `inspect` tells."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str, expert_dtype: str = "auto") -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: str,
+        expert_dtype: str = "auto",
+        dense_dtype: str = "auto",
+    ) -> None:
         self.checkpoint = checkpoint = gather_packed(checkpoint)
         self.shape: ModelShape = read_model_shape(checkpoint)
         self.keys: KeyMap = map_keys(self.shape, checkpoint)
@@ -83,7 +89,7 @@ class Plan:
         self.dtype: Dtype = choose_dtype(self.shape, checkpoint, wanted)
         weights = choose_weights(self.keys, checkpoint, expert_dtype)
         self.layout: StoreLayout = store_layout(self.shape, checkpoint, self.dtype, weights)
-        self.dense_bytes = dense_bytes(self.shape, self.dtype)
+        self.dense_bytes = dense_bytes(self.shape, self.dtype, parse_expert_dtype(dense_dtype))
         self.copies: list[Copy] = []
         self.jobs: list[MatrixJob] = []
         self.conversions: list[ExpertParameter] = []

@@ -73,6 +73,31 @@ def set_up_dense_path(
     return "compiled"
 
 
+def quantise_dense(
+    model: DenseModel, name: str, kernels: Callable[[], DenseKernels] | None
+) -> None:
+    """Store the large linear layers of `model` in the format `name`; "auto" leaves them.
+
+    Raises:
+        UserError: there is nothing here that computes with them.
+    """
+    if name == "auto":
+        return
+    if kernels is None:
+        raise UserError(
+            f"--dense-dtype {name} is for --device cpu: an accelerator computes the dense part in "
+            "floats; leave the flag out."
+        )
+    try:
+        num_layers = model.quantise_linears(name, kernels())
+    except NativeLibraryError as error:
+        raise UserError(
+            f"--dense-dtype {name} needs the native kernels, which cannot be used here: {error}; "
+            "leave the flag out."
+        ) from None
+    log.info("%d linear layers of the dense part are stored in %s", num_layers, name)
+
+
 def _set_up_native(model: DenseModel, kernels: Callable[[], DenseKernels]) -> str:
     try:
         why_not = model.use_native(kernels())

@@ -35,6 +35,7 @@ from gpu_worker.decode_step import DecodeStep, Segment
 from gpu_worker.kv_cache import new_growing_cache
 from gpu_worker.native_check import answer_by_weights, why_not_native
 from gpu_worker.native_step import NativeStep
+from gpu_worker.packed_linear import pack_linears
 from gpu_worker.step_trace import Untraceable, trace_step
 from protocol.errors import UserError
 
@@ -87,7 +88,7 @@ class DenseModel:
 
     @property
     def vocab_size(self) -> int:
-        return int(self._model.get_output_embeddings().weight.shape[0])
+        return int(self._model.get_output_embeddings().out_features)
 
     def parameter_names(self) -> list[str]:
         """Names of all weights that are loaded here."""
@@ -98,6 +99,10 @@ class DenseModel:
         for layer, module in enumerate(self._experts):
             module.headrace_layer = layer
             module.headrace_exchange = exchange
+
+    def quantise_linears(self, name: str, kernels: DenseKernels) -> int:
+        """Store the large linear layers in the format `name` from now on; how many there are."""
+        return pack_linears(self._model, name, kernels)
 
     def warm_up(self) -> None:
         """One token through the whole model, with experts that answer zero: what cannot run fails

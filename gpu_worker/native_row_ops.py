@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from expert_kernels.native_dense import format_number
+from expert_store.expert_dtype import parse_expert_dtype
 from gpu_worker.native_program import NotNative
 
 if TYPE_CHECKING:
@@ -191,6 +193,39 @@ def _linear(
     return out
 
 
+def _packed_linear(
+    builder: ProgramBuilder,
+    node: Any,
+    value: torch.Tensor,
+    tiles: torch.Tensor,
+    bias: Any,
+    num_outputs: int,
+    name: str,
+) -> torch.Tensor:
+    weights = parse_expert_dtype(name)
+    if weights is None or builder.is_in_frame(tiles):
+        raise NotNative(f"linear of {name}")
+    depth = value.shape[-1]
+    try:
+        rows = value.view(-1, depth)
+    except RuntimeError:
+        rows = copied(builder, value).view(-1, depth)
+    out = builder.empty((*value.shape[:-1], num_outputs), value.dtype)
+    flat = out.view(-1, num_outputs)
+    builder.keep(tiles)
+    builder.other(
+        "packed_linear",
+        (rows.shape[0], num_outputs, depth),
+        (flat, flat.stride()),
+        (rows, rows.stride()),
+        None,
+        None if bias is None else (bias, bias.stride()),
+        n=format_number(weights),
+        m=tiles.data_ptr(),
+    )
+    return out
+
+
 #: By the names that a recording gives them.
 ROW_OPS: dict[str, Callable[..., Any]] = {
     "aten.embedding.default": _embedding,
@@ -204,4 +239,5 @@ ROW_OPS: dict[str, Callable[..., Any]] = {
     "aten.softmax.int": _softmax,
     "aten.sum.dim_IntList": _reduce("sum"),
     "aten.topk.default": _topk,
+    "headrace.packed_linear.default": _packed_linear,
 }

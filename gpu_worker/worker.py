@@ -27,7 +27,7 @@ from expert_kernels.native_library import NativeLibraryError
 from expert_kernels.reference import TORCH_DTYPE
 from expert_kernels.step_rows import ActivationViews
 from expert_store.layout import HEADER_BYTES, decode_header
-from gpu_worker.dense_path import set_up_dense_path
+from gpu_worker.dense_path import quantise_dense, set_up_dense_path
 from gpu_worker.exchange import Exchange
 from gpu_worker.joint_step import JointStep
 from gpu_worker.logit_rules import logprobs_of
@@ -308,8 +308,9 @@ def serve(
         slots, rows, copier = set_up_cuda(link, function, views, memory, device)
     try:
         with torch.inference_mode():
-            model.warm_up()
             kernels = functools.partial(DenseKernels, function) if device.type == "cpu" else None
+            quantise_dense(model, setup.dense_dtype, kernels)
+            model.warm_up()
             set_up_dense_path(model, dense_path or setup.dense_path, link.progress, kernels)
             replay = RoutingReplay.of(link, layout.num_layers, layout.num_experts, device)
             completions = Completions.of(link)

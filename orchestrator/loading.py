@@ -52,7 +52,9 @@ async def load_store(
     return report
 
 
-async def inspect_model(model_dir: Path, dtype: str, expert_dtype: str = "auto") -> Inspection:
+async def inspect_model(
+    model_dir: Path, dtype: str, expert_dtype: str = "auto", dense_dtype: str = "auto"
+) -> Inspection:
     """What config and file headers tell; reads no weights.
 
     Raises:
@@ -60,6 +62,7 @@ async def inspect_model(model_dir: Path, dtype: str, expert_dtype: str = "auto")
         LoaderFault: the loader broke down.
     """
     arguments = _arguments("inspect", model_dir, dtype, expert_dtype)
+    arguments += ["--dense-dtype", dense_dtype]
     report = await _run(arguments, (), lambda progress: None)
     if not isinstance(report, Inspection):
         raise LoaderFault("the loader answered something else")

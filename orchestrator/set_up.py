@@ -131,6 +131,7 @@ def worker_setup(
         is_rate_stated=is_calibrated or stated.get(role) is not None,
         digest_logits=settings.digest_logits,
         dense_path=settings.dense_path,
+        dense_dtype=settings.dense_dtype,
     )
 
 

@@ -66,6 +66,8 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: second per layer; compiling takes minutes and rounds elsewhere, so a person asks for it.
     #: "native" is "traced" where there is no native library, or an accelerator.
     dense_path: str = "native"
+    #: How large linear layers outside the experts are stored (expert_store.dense_linears).
+    dense_dtype: str = "auto"
     #: The most that workers may use of the processor for experts.
     max_isa: str = "best"
     is_supervising: bool = False

@@ -26,7 +26,7 @@ from protocol.sampling import SamplingParams as SamplingParams
 from protocol.sampling import TokenLogprobs as TokenLogprobs
 
 #: Raised on every incompatible change; a worker of another version is refused by name.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 #: No control message comes near this. Larger frames are dropped before they are decoded.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
@@ -204,13 +204,13 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     max_rows: int
     max_sequence_tokens: int
     emulate_link_bytes_per_s: float = 0.0
-    #: Skip the start-up probe: the rate was stated by a person.
-    is_rate_stated: bool = False
+    is_rate_stated: bool = False  # by a person: skip the start-up probe
     #: Digest logits of every sampled step into StepDone.logits_digest (tests, debugging).
     digest_logits: bool = False
     seed: int = 0
-    #: How the gpu_worker runs single tokens: "eager", "traced", "compiled", "native".
+    #: "eager", "traced", "compiled", "native"; and --dense-dtype (docs/protocol.md).
     dense_path: str = "eager"
+    dense_dtype: str = "auto"
 
 
 class Welcome(Message, frozen=True):

@@ -31,8 +31,10 @@ int32_t hr_dense_run(HrPool* pool, int32_t isa, const HrOp* ops, int64_t first, 
                 run_indexed(run, op);
             else if (op.code == HR_OP_LINEAR)
                 run_linear(run, op);
-            else
+            else if (op.code == HR_OP_ATTEND)
                 run_attend(run, op);
+            else if (!run_packed_linear(run, op))
+                return 2;
         }
         return 0;
     } catch (const std::bad_alloc&) {

@@ -14,7 +14,7 @@
 
 #include "experts.h"
 
-constexpr int32_t HR_DENSE_VERSION = 1;
+constexpr int32_t HR_DENSE_VERSION = 2;
 constexpr int HR_MAX_DIMS = 5;
 
 enum HrValue : int16_t {
@@ -76,6 +76,8 @@ enum HrOpCode : int32_t {
     // products
     HR_OP_LINEAR,  // out[rows, outputs] = a[rows, depth] * b[outputs, depth] + c; sizes in that order
     HR_OP_ATTEND,  // see HrCacheLayer
+    HR_OP_PACKED_LINEAR,  // as linear, of the weights at address m, in the format that n packs:
+                          // HrKind | HrScale << 8 | zero points << 16 | group size << 24
     HR_NUM_OPS
 };
 
@@ -143,4 +145,6 @@ void run_elementwise(const DenseRun& run, const HrOp& op);
 void run_rows(const DenseRun& run, const HrOp& op);
 void run_indexed(const DenseRun& run, const HrOp& op);
 void run_linear(const DenseRun& run, const HrOp& op);
+// False when there is no such format.
+bool run_packed_linear(const DenseRun& run, const HrOp& op);
 void run_attend(const DenseRun& run, const HrOp& op);

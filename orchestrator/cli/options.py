@@ -38,6 +38,29 @@ def fill_mode(text: str) -> str:
     return text
 
 
+def dense_dtype(text: str) -> str:
+    """A format of large linear layers, as `expert_dtype` checks it."""
+    from expert_store.expert_dtype import parse_expert_dtype
+
+    try:
+        if text != "auto" and parse_expert_dtype(text) is None:
+            raise argparse.ArgumentTypeError(f"{text} is --dtype's to say; name a format, or auto")
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error).replace("--expert-dtype ", "")) from None
+    return text
+
+
+def add_dense_dtype(group: argparse._ActionsContainer) -> None:
+    """--dense-dtype, for all commands that load or plan."""
+    group.add_argument(
+        "--dense-dtype",
+        type=dense_dtype,
+        metavar="NAME",
+        help="quantise the large linear layers outside the experts while loading: int8, int4, "
+        "mxfp4, fp8, nvfp4, int4-g64, ...; on the cpu device (default: as the checkpoint has them)",
+    )
+
+
 def expert_dtype(text: str) -> str:
     """An argparse type for --expert-dtype."""
     from expert_store.expert_dtype import parse_expert_dtype
@@ -111,6 +134,7 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
         help="how experts are stored. auto: as the checkpoint has them; bf16, fp16, fp32; or "
         "quantised while loading: int8, int4, mxfp4, fp8, nvfp4, int4-g64, ... (default: auto)",
     )
+    add_dense_dtype(group)
     group.add_argument(
         "--fill",
         type=fill_mode,
@@ -262,6 +286,7 @@ _FIELDS = {
     "worker_timeout": "worker_timeout_s",
     "digest_logits": "digest_logits",
     "dense_path": "dense_path",
+    "dense_dtype": "dense_dtype",
     "max_isa": "max_isa",
 }
 

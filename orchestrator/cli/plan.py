@@ -7,7 +7,7 @@ import asyncio
 import sys
 from typing import TYPE_CHECKING
 
-from orchestrator.cli.options import DEVICES, DTYPES, add_model, expert_dtype
+from orchestrator.cli.options import DEVICES, DTYPES, add_dense_dtype, add_model, expert_dtype
 from protocol.errors import EXIT_FAULT, EXIT_OK, UserError
 from protocol.worker_flags import number
 
@@ -52,6 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="auto",
         help="plan for experts in this format, as `headrace generate` takes it (default: auto)",
     )
+    add_dense_dtype(parser)
     parser.add_argument(
         "--context",
         type=number(int, 1, "tokens"),
@@ -81,8 +82,10 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.slots is not None:
         # A mistyped number is told before the model is looked at, which takes seconds.
         count_slots(options.slots, MANY_EXPERTS)
+    dense = options.dense_dtype or "auto"
+    wanted = (options.model, options.dtype, options.expert_dtype, dense)
     try:
-        inspection = asyncio.run(inspect_model(options.model, options.dtype, options.expert_dtype))
+        inspection = asyncio.run(inspect_model(*wanted))
     except LoaderFault as fault:
         raise UserError(f"The model cannot be looked at: {fault}.") from None
     device = options.device or ("cuda" if options.vram_gb is not None else "cpu")

@@ -3,8 +3,8 @@
     run directory -> sockets -> load the store -> slots, segments -> workers join -> serve -> end
 
 While serving there is one path: a message arrives, the hub says whether it may count, the core
-answers with commands, and they are carried out. All of it runs in one loop without a lock or an
-await in between, so events reach the core one by one.
+answers with commands, and they are carried out (`circuit`). All of it runs in one loop without a
+lock or an await in between, so events reach the core one by one.
 
 Ends: a signal, the parent's end, a worker that cannot run, or a fault of ours. Each sets the same
 future; then clients get their last message, workers are asked to leave, and nothing stays behind.
@@ -19,16 +19,16 @@ import logging
 import os
 import signal
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from orchestrator.circuit import Circuit
 from orchestrator.clients import Client, Clients
 from orchestrator.core.core import Core
 from orchestrator.core.events import (
-    AllIn,
     ArmTaken,
+    CoreCommand,
     CoreEvent,
     CoreSnapshot,
     Drifted,
@@ -39,17 +39,17 @@ from orchestrator.core.events import (
     Stalled,
     TokenOut,
     Withdraw,
-    WorkerFault,
 )
 from orchestrator.data_plane import DataPlane
 from orchestrator.ending import Ending
 from orchestrator.front import Front, Loaded
-from orchestrator.hub import ADDRESSED, Hub, Worker
+from orchestrator.hub import Hub, Worker
 from orchestrator.latency_log import LatencyFold, WorkerRecord
 from orchestrator.lifelines import Lifelines
 from orchestrator.load_progress import LoadProgress, tell_errors
 from orchestrator.loading import LoaderFault, load_store
 from orchestrator.log_file import LogFile
+from orchestrator.mailroom import Mailroom
 from orchestrator.native_reuse import load_kernel
 from orchestrator.news import News
 from orchestrator.opening import Opening, wants_opening
@@ -63,7 +63,7 @@ from orchestrator.totals import Totals
 from orchestrator.trace_recorder import TraceRecorder
 from protocol.channel import RouterChannel
 from protocol.codec import to_orchestrator
-from protocol.errors import EXIT_FAULT, ProtocolError, UserError
+from protocol.errors import EXIT_FAULT, UserError
 from protocol.messages import (
     Cancel,
     ClientRequest,
@@ -107,14 +107,14 @@ class Engine:
         self._opening: Opening | None = None
         self._plane: DataPlane
         self._channel: RouterChannel[WorkerEvent | ClientRequest]
+        self._mailroom: Mailroom
         self._lifelines: Lifelines
         self._hub: Hub
         self._supervisor: Supervisor | None = None
         self._log_file: LogFile | None = None
         self.fold = LatencyFold()
         self._recorder: TraceRecorder | None = None
-        self._events: deque[CoreEvent] = deque()
-        self._is_handling = False
+        self._circuit: Circuit | None = None
         self._status_text = "starting"
 
     async def run(self) -> Ending:
@@ -129,6 +129,8 @@ class Engine:
             self._channel = RouterChannel(run_dir, to_orchestrator(), self._on_message)
             stack.callback(self._channel.close)
             self._clients = Clients(self._channel.send, lambda: sum(self.num_restarts().values()))
+            self._mailroom = Mailroom(self._loop, self._channel.count_drop)
+            stack.callback(self._mailroom.close)
             self._lifelines = Lifelines(run_dir, self._loop, self._on_line_end)
             stack.callback(self._lifelines.close)
             self._hub = Hub(
@@ -217,11 +219,15 @@ class Engine:
                 layout, self._num_slots, segments, fds, self._hub.command, self._deliver
             )
             stack.callback(self._opening.close)
+        assert self._core is not None
+        self._circuit = Circuit(
+            self._core, self._hub, self._plane, self._clients, self._account, self._on_own_fault
+        )
         self._begin_log()
         self._status_text = "waiting for workers"
         gc.collect()
         gc.freeze()  # what exists now lives as long as the process
-        self._lifelines.open(segments, fds)
+        self._lifelines.open(segments, fds, self._mailroom)
         while True:
             await asyncio.sleep(_TICK_S)
             if self._plane.has_moved():
@@ -265,50 +271,17 @@ class Engine:
             self._hub.handle(identity, message)
 
     def _deliver(self, event: CoreEvent) -> None:
-        """Hand an event to the core and carry out what follows, one event at a time. What was said
-        in shared memory before this goes first."""
         if self._opening is not None and self._opening.takes(event):
             return
-        try:
-            self._events += self._plane.before(event)
-        except ProtocolError as error:
-            self._hub.condemn(event.epoch, f"broke the protocol: it {error}")  # type: ignore[union-attr]
-            return
-        self._events.append(event)
-        if self._is_handling:
-            return
-        self._is_handling = True
-        try:
-            while self._events:
-                self._handle(self._events.popleft())
-        except Exception:
-            log.exception("fault while handling %r", event)
-            self._end(Ending(EXIT_FAULT, "The orchestrator met a fault of its own; see above."))
-        finally:
-            self._is_handling = False
+        assert self._circuit is not None  # nobody is welcomed before
+        self._circuit.deliver(event)
 
-    def _handle(self, event: CoreEvent) -> None:
-        assert self._core is not None  # nobody is welcomed before
-        try:
-            commands = self._core.handle(event)
-        except WorkerFault as fault:
-            self._hub.condemn(fault.epoch, f"broke the protocol ({fault})")
-            return
-        # Workers are told first: what is kept account of below costs them no time.
-        now_ns = time.monotonic_ns()
-        grammars = self._clients.grammars
-        self._plane.carry(commands)
-        for command in commands:
-            if grammars:
-                command = grammars.see(command, self._core.request_of)
-            if isinstance(command, ADDRESSED):
-                self._hub.command(command)
-            elif isinstance(command, AllIn):
-                self._hub.expect(command)
-        self._plane.after(event)
+    def _account(
+        self, event: CoreEvent, commands: list[CoreCommand], now_ns: int
+    ) -> list[CoreEvent]:
+        """Log, count and tell clients what has happened; what follows from that."""
+        events: list[CoreEvent] = []
         self.fold.event(event)
-        commands += self._core.settle()
-        self._events += self._core.foresee()
         self.totals.event(event, now_ns)
         if self._recorder is not None:
             self._recorder.hear(event, commands)
@@ -320,7 +293,7 @@ class Engine:
                     log.debug("%s", command)
                 case TokenOut() | PromptRead():
                     if not self._clients.token(command):
-                        self._events.append(Withdraw(command.request))
+                        events.append(Withdraw(command.request))
                 case RequestDone():
                     self._finish(command)
                 case Drifted() | ArmTaken():
@@ -328,6 +301,7 @@ class Engine:
                 case Stalled() if not self._ended.done():  # who leaves needs no workers
                     log.warning("%s", command.text)
                     self._clients.tell(self.status(command.text))
+        return events
 
     def _finish(self, done: RequestDone) -> None:
         self._clients.done(done, self.fold.end_request(done.request))
@@ -416,12 +390,15 @@ class Engine:
     def _fatal(self, sentence: str, exit_code: int) -> None:
         self._end(Ending(exit_code, sentence))
 
+    def _on_own_fault(self) -> None:
+        self._end(Ending(EXIT_FAULT, "The orchestrator met a fault of its own; see above."))
+
     def _on_loop_fault(self, loop: object, context: dict[str, Any]) -> None:
         if "transport" in context and isinstance(context.get("exception"), OSError):
             log.warning("a connection broke: %s", context["exception"])  # a client's, not ours
             return
         log.error("fault: %s", context.get("message"), exc_info=context.get("exception"))
-        self._end(Ending(EXIT_FAULT, "The orchestrator met a fault of its own; see above."))
+        self._on_own_fault()
 
     def _end(self, ending: Ending) -> None:
         if not self._ended.done():

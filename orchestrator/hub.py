@@ -4,9 +4,10 @@
     Progress ... Ready -> the core hears WorkerJoined
     life line over     -> the core hears WorkerLost
 
-A peer is known by its ZeroMQ identity; every message must come from a welcomed identity, carry that
-peer's epoch and be one that its role may say. Anything else is dropped and counted. A worker that
-owes an answer and says nothing for too long is killed: its life line then ends like any other.
+A peer is known by its ZeroMQ identity, or by the mailbox of its life line once it is welcomed.
+Every message must come from a welcomed worker, carry its epoch and be one that its role may say;
+anything else is dropped and counted. A worker that owes an answer and says nothing for too long is
+killed: its life line then ends like any other.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from orchestrator.lifelines import Lifelines, Line
+    from orchestrator.mailroom import Mailbox
 
 log = logging.getLogger("headrace")
 
@@ -81,6 +83,7 @@ class Worker:
         "is_ready",
         "is_self_joining",
         "line",
+        "mailbox",
         "owed",
         "quiet_since_s",
         "role",
@@ -90,6 +93,8 @@ class Worker:
     def __init__(self, identity: bytes, line: Line, hello: Hello, epoch: Epoch) -> None:
         self.identity = identity
         self.line = line
+        #: In place of the socket, if the worker uses it.
+        self.mailbox: Mailbox | None = None
         self.role: Role = hello.role
         self.epoch = epoch
         self.capabilities: Capabilities = hello.capabilities
@@ -147,9 +152,15 @@ class Hub:
             self._hello(identity, event)
             return
         worker = self._by_identity.get(identity)
-        kind = type(event)
         if worker is None:
-            self._count_drop(f"{kind.__name__} from a peer that was not welcomed")
+            self._count_drop(f"{type(event).__name__} from a peer that was not welcomed")
+            return
+        self._heard(worker, event)
+
+    def _heard(self, worker: Worker, event: WorkerEvent) -> None:
+        kind = type(event)
+        if isinstance(event, Hello):
+            self._count_drop(f"a second HELLO from {worker}")
             return
         if event.epoch != worker.epoch:
             self._count_drop(f"{kind.__name__} of epoch {event.epoch} from {worker}")
@@ -210,6 +221,20 @@ class Hub:
             self.num_replaced[worker.role] = self.num_replaced.get(worker.role, 0) + 1
         log.info("%s joins: %s", worker, hello.capabilities)
         self._send(identity, Welcome(epoch, self._setup_for(worker.role)))
+        mailbox = line.mailbox
+        if mailbox is not None and mailbox.is_used:
+            worker.mailbox = mailbox
+            mailbox.hear_through(
+                lambda event: self._heard(worker, event),
+                lambda why: self.condemn(epoch, f"broke the protocol: it {why}"),
+                is_first=worker.role == "gpu_worker",
+            )
+
+    def _tell(self, worker: Worker, message: Message) -> bool:
+        """False when the worker is gone or does not read."""
+        if worker.mailbox is not None:
+            return worker.mailbox.send(message)
+        return self._send(worker.identity, message)
 
     def _why_refused(self, hello: Hello, line: Line | None) -> str | None:
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -257,7 +282,7 @@ class Hub:
         if worker is None:  # lost; the core hears of it next
             return
         self._note_owed(worker, command)
-        if not self._send(worker.identity, command):
+        if not self._tell(worker, command):
             self.condemn(worker.epoch, "cannot be reached any more (it hangs or is gone)")
 
     def _note_owed(self, worker: Worker, command: AddressedCommand) -> None:
@@ -323,7 +348,7 @@ class Hub:
     def say_goodbye(self, reason: str) -> None:
         """Ask every worker to leave."""
         for worker in self._by_epoch.values():
-            self._send(worker.identity, Shutdown(worker.epoch, reason))
+            self._tell(worker, Shutdown(worker.epoch, reason))
 
     # ---------------------------------------------------------------- ends
 

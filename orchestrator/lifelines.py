@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
+    from orchestrator.mailroom import Mailbox, Mailroom
     from protocol.run_dir import RunDir
 
 log = logging.getLogger("headrace")
@@ -46,6 +47,8 @@ class Line:
         #: Set when a worker said HELLO with this line's token: from then on its process may write
         #: shared memory, so it must be over before it is called lost.
         self.is_worker = False
+        #: What its worker may use in place of the socket.
+        self.mailbox: Mailbox | None = None
         self.pid = peer_pid(connection)
         self.pidfd = -1
         if self.pid > 0:
@@ -60,6 +63,9 @@ class Line:
 
     def close(self) -> None:
         self.connection.close()
+        if self.mailbox is not None:
+            self.mailbox.close()
+            self.mailbox = None
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
@@ -77,6 +83,7 @@ class Lifelines:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._segments: list[SegmentGrant] | None = None
         self._fds: list[int] = []
+        self._mailroom: Mailroom | None = None
         self._listener = listen(run_dir)
         self._reopening: asyncio.TimerHandle | None = None
         self._listen()
@@ -84,10 +91,12 @@ class Lifelines:
     def _listen(self) -> None:
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
-    def open(self, segments: list[SegmentGrant], fds: list[int]) -> None:
-        """The segments exist: grant them to all who wait and to all who come. The descriptors stay
-        the caller's."""
-        self._segments, self._fds = segments, fds
+    def open(
+        self, segments: list[SegmentGrant], fds: list[int], mailroom: Mailroom | None = None
+    ) -> None:
+        """The segments exist: grant them to all who wait and to all who come, each with a mailbox
+        of its own if there is a `mailroom`. The descriptors stay the caller's."""
+        self._segments, self._fds, self._mailroom = segments, fds, mailroom
         for line in list(self._lines.values()):
             self._grant(line)
 
@@ -121,8 +130,16 @@ class Lifelines:
         assert self._segments is not None
         if line.is_granted or line.token in self._timers:
             return
+        grants, fds = self._segments, self._fds
         try:
-            send_grant(line.connection, Grant(line.token, self._segments), self._fds)
+            if self._mailroom is not None:
+                line.mailbox, mail_grants, mail_fds = self._mailroom.make()
+                grants, fds = [*grants, *mail_grants], [*fds, *mail_fds]
+            try:
+                send_grant(line.connection, Grant(line.token, grants), fds)
+            finally:
+                for fd in fds[len(self._fds) : len(self._fds) + 1]:
+                    os.close(fd)  # of a mailbox, mapped here and on its way to the worker
             line.is_granted = True
         except OSError:
             self._ended(line)
@@ -163,6 +180,8 @@ class Lifelines:
         if line.pidfd >= 0:
             self._loop.remove_reader(line.pidfd)
         del self._lines[line.token]
+        if line.mailbox is not None:
+            line.mailbox.deliver_rest()
         line.close()
         self._on_end(line.token)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from protocol.run_dir import RunDir
 
 _MAX_GRANT_BYTES = 64 * 1024
-_MAX_SEGMENTS = 8
+_MAX_SEGMENTS = 16
 _LENGTH = struct.Struct("<I")
 
 

@@ -27,7 +27,15 @@ HEADER_NUM_ROWS = 2
 #: 1: each row belongs to another sequence, and its result must have the bits it would have alone.
 HEADER_ROWS_APART = 3
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int32": 4, "int64": 8}
+_ITEM_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "uint8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+}
 #: Every field starts on a page: whole-page alignment keeps vector loads and mlock simple.
 _ALIGN_BYTES = 4096
 

@@ -1,7 +1,7 @@
 """The life of a worker, the same for all three: join, set up, work, leave; every end is handled.
 
     connect     life line gives the segments and a token
-    HELLO       -> Welcome (an epoch and a setup), or Refused (exit 2)
+    HELLO       -> Welcome (an epoch and a setup), or Refused (exit 2); then on by the mailbox
     set-up      load, map, probe; `Progress` as it goes
     Ready       from here on commands come
     ...
@@ -27,6 +27,7 @@ from protocol.channel import DealerChannel
 from protocol.codec import to_worker
 from protocol.errors import EXIT_FAULT, EXIT_OK, EXIT_USER_ERROR, OrchestratorGone, UserError
 from protocol.lifeline import Lifeline, SegmentGrant
+from protocol.mailbox import BELL, MAILBOX, MAILBOX_WAKE, MailboxChannel, ordering_barrier
 from protocol.messages import (
     PROTOCOL_VERSION,
     Arena,
@@ -65,7 +66,7 @@ class WorkerLink:
     def __init__(
         self,
         lifeline: Lifeline,
-        channel: DealerChannel[WorkerCommand],
+        channel: DealerChannel[WorkerCommand] | MailboxChannel[WorkerCommand],
         epoch: Epoch,
         setup: WorkerSetup,
     ) -> None:
@@ -87,6 +88,9 @@ class WorkerLink:
         lifeline = Lifeline.connect(run_dir, wait_s)
         threading.Thread(target=_end_with, args=(lifeline,), daemon=True, name="lifeline").start()
         channel = DealerChannel(run_dir, to_worker(), lifeline.fileno())
+        mailbox = _mailbox_of(lifeline)
+        if mailbox is not None:
+            mailbox.use()
         channel.send(Hello(PROTOCOL_VERSION, role, os.getpid(), lifeline.token, capabilities))
         answer = channel.receive(_ANSWER_TIMEOUT_S)
         if isinstance(answer, Refused):
@@ -95,7 +99,10 @@ class WorkerLink:
         if not isinstance(answer, Welcome):
             channel.close()
             raise OrchestratorGone("the orchestrator did not answer the HELLO")
-        return cls(lifeline, channel, answer.epoch, answer.setup)
+        if mailbox is None:
+            return cls(lifeline, channel, answer.epoch, answer.setup)
+        channel.close()
+        return cls(lifeline, mailbox, answer.epoch, answer.setup)
 
     def segment(self, name: str) -> tuple[int, SegmentGrant]:
         """Descriptor and layout of a shared segment.
@@ -134,6 +141,26 @@ class WorkerLink:
 
     def close(self) -> None:
         self._channel.close()
+
+
+def _mailbox_of(lifeline: Lifeline) -> MailboxChannel[WorkerCommand] | None:
+    """The mailbox that came with the life line; None where there is none, or where this process
+    cannot keep the order of memory that it needs."""
+    segments = lifeline.segments
+    if not {MAILBOX, MAILBOX_WAKE, BELL} <= segments.keys():
+        return None
+    is_usable, barrier = ordering_barrier()
+    if not is_usable:
+        return None
+    fd, grant = segments[MAILBOX]
+    return MailboxChannel(
+        mmap.mmap(fd, grant.num_bytes),
+        grant,
+        {name: segments[name][0] for name in (MAILBOX_WAKE, BELL)},
+        to_worker(),
+        lifeline.fileno(),
+        barrier,
+    )
 
 
 def _end_with(lifeline: Lifeline) -> None:

@@ -24,14 +24,14 @@ import msgpack
 import numpy as np
 import zmq
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 def receive_grant(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """The one frame of the life line, and the descriptors that came with it."""
     data, descriptors = b"", array.array("i")
     while len(data) < 4 or len(data) < 4 + struct.unpack_from("<I", data)[0]:
-        chunk, ancillary, _, _ = line.recvmsg(65536, socket.CMSG_SPACE(8 * descriptors.itemsize))
+        chunk, ancillary, _, _ = line.recvmsg(65536, socket.CMSG_SPACE(16 * descriptors.itemsize))
         if not chunk:
             sys.exit("outsider: the orchestrator went away while loading")
         for level, kind, content in ancillary:

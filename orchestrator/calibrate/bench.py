@@ -18,6 +18,7 @@ from orchestrator.calibrate.driver import Driver
 from orchestrator.core.events import WorkerJoined, WorkerLost
 from orchestrator.hub import Hub
 from orchestrator.lifelines import Lifelines
+from orchestrator.mailroom import Mailroom
 from protocol.channel import RouterChannel
 from protocol.codec import to_orchestrator
 from protocol.errors import UserError
@@ -82,6 +83,8 @@ class Bench:
             self._stack.callback(run_dir.close)
             self._channel = RouterChannel(run_dir, to_orchestrator(), self._on_message)
             self._stack.callback(self._channel.close)
+            mailroom = Mailroom(loop, self._channel.count_drop)
+            self._stack.callback(mailroom.close)
             lifelines = Lifelines(run_dir, loop, lambda token: self._hub.line_ended(token))
             self._stack.callback(lifelines.close)
             self._hub = Hub(
@@ -93,7 +96,7 @@ class Bench:
                 lambda worker, change: None,
             )
             self._channel.start(loop)
-            lifelines.open(*self._make_segments())
+            lifelines.open(*self._make_segments(), mailroom)
             await self._start_workers()
         except BaseException:
             await self._end()

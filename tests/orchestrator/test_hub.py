@@ -49,6 +49,7 @@ class FakeLine:
         self.token = token
         self.pid = pid
         self.is_worker = False
+        self.mailbox = None
         self.num_kills = 0
 
     def kill(self) -> None:

@@ -1,0 +1,105 @@
+"""The path while serving: an event goes to the core, and what the core wishes is carried out.
+
+    event --> what was said in shared memory before it --> core --> table, words, workers are told
+          --> and only then: log, figures, clients, learning
+
+One event may bring others along (reports of the gpu_worker, parts that are finished). The core
+hears them first, in their order, but all of them are acted on before any is kept account of: the
+gpu_worker waits for the answer to the last one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from orchestrator.core.events import AllIn, WorkerFault
+from orchestrator.hub import ADDRESSED
+from protocol.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from orchestrator.clients import Clients
+    from orchestrator.core.core import Core
+    from orchestrator.core.events import CoreCommand, CoreEvent
+    from orchestrator.data_plane import DataPlane
+    from orchestrator.hub import Hub
+
+log = logging.getLogger("headrace")
+
+
+class Circuit:
+    """`account(event, commands, now_ns)` is called for each event after all workers are told, and
+    gives back events of its own; `on_fault` when this process met a fault of its own."""
+
+    def __init__(
+        self,
+        core: Core,
+        hub: Hub,
+        plane: DataPlane,
+        clients: Clients,
+        account: Callable[[CoreEvent, list[CoreCommand], int], list[CoreEvent]],
+        on_fault: Callable[[], None],
+    ) -> None:
+        self._core = core
+        self._hub = hub
+        self._plane = plane
+        self._clients = clients
+        self._account = account
+        self._on_fault = on_fault
+        self._events: deque[CoreEvent] = deque()
+        self._is_handling = False
+
+    def deliver(self, event: CoreEvent) -> None:
+        """Hand an event to the core and carry out what follows, one event at a time. What was said
+        in shared memory before this goes first."""
+        try:
+            self._events += self._plane.before(event)
+        except ProtocolError as error:
+            self._hub.condemn(event.epoch, f"broke the protocol: it {error}")  # type: ignore[union-attr]
+            return
+        self._events.append(event)
+        if self._is_handling:
+            return
+        self._is_handling = True
+        try:
+            while self._events:
+                self._turn()
+        except Exception:
+            log.exception("fault while handling %r", event)
+            self._on_fault()
+        finally:
+            self._is_handling = False
+
+    def _turn(self) -> None:
+        """All events that are there: act on each, then keep account of each, then learn."""
+        acted: list[tuple[CoreEvent, list[CoreCommand], int]] = []
+        while self._events:
+            event = self._events.popleft()
+            try:
+                commands = self._core.handle(event)
+            except WorkerFault as fault:
+                self._hub.condemn(fault.epoch, f"broke the protocol ({fault})")
+                continue
+            acted.append((event, commands, time.monotonic_ns()))
+            self._carry_out(event, commands)
+        if acted:
+            acted[-1][1].extend(self._core.settle())
+            self._events += self._core.foresee()
+        for event, commands, now_ns in acted:
+            self._events += self._account(event, commands, now_ns)
+
+    def _carry_out(self, event: CoreEvent, commands: list[CoreCommand]) -> None:
+        grammars = self._clients.grammars
+        self._plane.carry(commands)
+        for command in commands:
+            if grammars:
+                command = grammars.see(command, self._core.request_of)
+            if isinstance(command, ADDRESSED):
+                self._hub.command(command)
+            elif isinstance(command, AllIn):
+                self._hub.expect(command)
+        self._plane.after(event)

@@ -367,7 +367,8 @@ def test_the_orchestrators_end_is_everyones_end(
     generate = pipeline.begin_generate(100_000)
     wait_until(lambda: BUSY in processes.said(workers[1]))
     segments = _segments(workers[1].pid)
-    assert len(segments) == 5  # weights, slots, activations, residency, completions
+    # weights, slots, activations, residency, completions, and its own mailbox
+    assert len(segments) == 6
     pipeline.orchestrator.send_signal(how)
     deadline = time.monotonic() + 5
     for worker in workers:

@@ -3,7 +3,8 @@
     look at the table       every expert is in a slot: compute, join, leave a report, go on
     publish rows            hidden rows and choices in the activation segment, header last
     -> Routed               the orchestrator decides who computes what
-    <- Run experts, slots   those are hits: compute them
+    compute                 what the table has a slot for, while it decides
+    <- Run experts, slots   those are hits, too: compute them
     words in shared memory  an expert lies in this slot: compute it; or its rows are there
     all parts are in        add up and go on with the model
 
@@ -24,13 +25,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import torch
+
 from protocol.errors import ProtocolError
 from protocol.messages import ExpertId, LayerId, Ran, Routed, Run, SlotId, StartStep, StepId
+from protocol.residency import NO_SLOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import torch
 
     from gpu_worker.resident_layers import ResidentLayers
     from gpu_worker.routing_replay import RoutingReplay
@@ -70,7 +72,9 @@ class Exchange:
     ) -> None:
         self._epoch = link.epoch
         self._send: Callable[[WorkerEvent], None] = link.send
-        self._rows = rows
+        self._all_rows = rows
+        #: Of the layer in progress.
+        self._rows: Rows | ResidentLayers = rows
         self._top_k = top_k
         self._num_slots = num_slots
         self._receive = receive
@@ -102,7 +106,7 @@ class Exchange:
         is_native = self._table is not None and self._replay is None
         self._resident = self._all_resident if is_native else None
         if self._resident is not None:
-            self._resident.begin_step(self._epoch, step)
+            self._resident.begin_step(self._epoch, step, starts_some=self._completions is not None)
 
     @property
     def joined_ns(self) -> int:
@@ -124,11 +128,17 @@ class Exchange:
             OrchestratorGone: nobody is there to say who computes what.
         """
         routed_ns = time.monotonic_ns()
-        rows, table, resident = self._rows, self._table, self._resident
+        table, resident = self._table, self._resident
         if resident is not None:
-            passed = resident(layer, routed_ns, hidden, choices, weights)
-            if passed is not None:
-                return passed
+            begun = resident.begin(layer, routed_ns, hidden, choices, weights)
+            if isinstance(begun, torch.Tensor):
+                return begun
+            if begun == "routed":
+                self._rows = resident
+                counts = resident.counts
+                output = self._ask(layer, counts, routed_ns, resident.seen, weights, hidden.dtype)
+                self._joined_ns = resident.joined_ns = time.monotonic_ns()
+                return output
         if choices.shape[1] != self._top_k:
             raise ProtocolError(
                 f"the router of MoE layer {layer} chose {choices.shape[1]} experts per row, "
@@ -136,10 +146,11 @@ class Exchange:
             )
         if self._replay is not None:
             choices = self._replay.choices(layer, choices)
+        self._rows = rows = self._all_rows
         counts = rows.route(hidden, choices, rows_apart=self._rows_apart)
         experts = list(counts)
         slots = None if table is None else table.look(layer, experts)
-        if table is not None and slots is not None:
+        if table is not None and slots is not None and NO_SLOT not in slots:
             started_ns = time.monotonic_ns()
             rows.compute(experts, slots)  # type: ignore[arg-type]
             output = rows.join(weights, hidden.dtype)
@@ -148,36 +159,65 @@ class Exchange:
             table.report(self._epoch, self._step, layer, experts, list(counts.values()), times_ns)
         else:
             rows.publish(self._step, layer)
-            self._ask(LayerId(layer), counts, routed_ns)
-            output = self._share(counts, weights, hidden.dtype)
+            seen = {
+                expert: SlotId(slot)
+                for expert, slot in zip(experts, slots or (), strict=False)
+                if slot != NO_SLOT
+            }
+            if seen and self._completions is None and table is not None:
+                table.leave()
+                seen = {}
+            output = self._ask(layer, counts, routed_ns, seen, weights, hidden.dtype)
         self._joined_ns = time.monotonic_ns()
         if resident is not None:
             resident.joined_ns = self._joined_ns
         return output
 
-    def _ask(self, layer: LayerId, counts: dict[ExpertId, int], routed_ns: int) -> None:
-        self._layer = layer
+    def _ask(
+        self,
+        layer: int,
+        counts: dict[ExpertId, int],
+        routed_ns: int,
+        seen: dict[ExpertId, SlotId],
+        weights: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Say what was routed, compute what was `seen` in slots, and have the rest computed. The
+        fence, entered if anything was seen, is left here."""
+        self._layer = LayerId(layer)
         self._is_ran_wanted = self._completions is None
         self._send(
             Routed(
                 self._epoch,
                 self._step,
-                layer,
+                self._layer,
                 list(counts),
                 list(counts.values()),
                 routed_ns,
                 self.joined_ns,
                 self.num_reports,
                 self._completions is not None,
+                list(seen),
             )
         )
+        missing = dict.fromkeys(counts)
+        if seen:
+            assert self._table is not None  # it was seen there
+            self._compute(list(seen), list(seen.values()))
+            self._table.leave()
+            for expert in seen:
+                del missing[expert]
+        return self._share(counts, missing, weights, dtype)
 
     def _share(
-        self, counts: dict[ExpertId, int], weights: torch.Tensor, dtype: torch.dtype
+        self,
+        counts: dict[ExpertId, int],
+        missing: dict[ExpertId, None],
+        weights: torch.Tensor,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Compute what is in slots, until every part is in, here or elsewhere; join."""
+        """Compute what is in slots until nothing is `missing`, here or elsewhere; join."""
         step, layer, completions = self._step, self._layer, self._completions
-        missing = dict.fromkeys(counts)
         wake_fd, spin_us = -1, SPIN_US
         if completions is not None:
             wake_fd = completions.wake_fd

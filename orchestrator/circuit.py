@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from orchestrator.core.events import AllIn, WorkerFault
 from orchestrator.hub import ADDRESSED
 from protocol.errors import ProtocolError
+from protocol.messages import StepDone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from orchestrator.hub import Hub
 
 log = logging.getLogger("headrace")
+
+#: Within a step, learn no more often than this. Learning takes the processor from workers, and new
+#: rates have the planner make its tables anew.
+_LEARN_EVERY_NS = 20_000_000
 
 
 class Circuit:
@@ -52,6 +57,7 @@ class Circuit:
         self._on_fault = on_fault
         self._events: deque[CoreEvent] = deque()
         self._is_handling = False
+        self._learned_ns = 0
 
     def deliver(self, event: CoreEvent) -> None:
         """Hand an event to the core and carry out what follows, one event at a time. What was said
@@ -75,7 +81,7 @@ class Circuit:
             self._is_handling = False
 
     def _turn(self) -> None:
-        """All events that are there: act on each, then keep account of each, then learn."""
+        """All events that are there: act on each, learn now and then, keep account of each."""
         acted: list[tuple[CoreEvent, list[CoreCommand], int]] = []
         while self._events:
             event = self._events.popleft()
@@ -87,7 +93,10 @@ class Circuit:
             acted.append((event, commands, time.monotonic_ns()))
             self._carry_out(event, commands)
         if acted:
-            acted[-1][1].extend(self._core.settle())
+            event, commands, now_ns = acted[-1]
+            if isinstance(event, StepDone) or now_ns - self._learned_ns > _LEARN_EVERY_NS:
+                self._learned_ns = now_ns
+                commands += self._core.settle()
             self._events += self._core.foresee()
         for event, commands, now_ns in acted:
             self._events += self._account(event, commands, now_ns)

@@ -129,10 +129,10 @@ class Routed(Message, frozen=True):
     `experts` holds each chosen expert once, in the order in which the router names them
     (row by row, best first); `num_rows[i]` says how many rows chose `experts[i]`.
     `joined_ns` is when the layer before this one was joined (0 for the first of a step).
-    `num_reports`, here and below: how many reports the worker has left in the residency segment
-    before it said this.
+    `num_reports`, here and below: reports left in the residency segment before this was said.
     `is_self_joining`: the worker looks for finished parts in the completions segment and joins by
-    itself when all are in; it is told of hits only.
+    itself when all are in; it is told of hits only, and not of the `started` ones: those it saw in
+    the table and computes from there. It stays in the fence until it has reported them.
     """
 
     epoch: Epoch
@@ -144,6 +144,7 @@ class Routed(Message, frozen=True):
     joined_ns: int = 0
     num_reports: int = 0
     is_self_joining: bool = False
+    started: list[ExpertId] = []
 
 
 class Ran(Message, frozen=True):

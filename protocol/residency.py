@@ -11,8 +11,9 @@
     tail    orchestrator    reports taken since then
 
 gpu_worker asks the table for the experts that the router chose. If all are there it computes, puts
-one report into the ring and goes on; else it sends `Routed` and waits. What it then runs from slots
-it reports as well, with 0 rows for each expert: those slots are no longer read. `Routed`, `Ran` and
+one report into the ring and goes on; else it sends `Routed`, computes those that are there all the
+same, and waits. What it runs from slots in such a layer it reports as well, with 0 rows for each
+expert: those slots are no longer read. `Routed`, `Ran` and
 `StepDone` carry `num_reports`, the head at the time of sending: the orchestrator takes the reports
 up to there first, so that both streams are heard in the order in which they were said.
 
@@ -120,8 +121,8 @@ def _address_of(view: memoryview) -> int:
 
 
 class ResidencyReader(_Memory):
-    """The gpu_worker's side. Calls come as `look`, then, if that gave slots, `report` after the
-    last use of them; `leave` if nothing came of it."""
+    """The gpu_worker's side. Calls come as `look`, then, if that gave slots for all, `report` after
+    the last use of them; if for some, `leave` after the last use of these, told by `ran`."""
 
     def __init__(self, memory: Buffer, grant: SegmentGrant) -> None:
         super().__init__(memory, grant)
@@ -148,8 +149,9 @@ class ResidencyReader(_Memory):
         }
 
     def look(self, layer: int, experts: Sequence[int]) -> list[int] | None:
-        """The slots of `experts`, to be used until `report`; None if one has no slot, or if no
-        report could be made. Enters the fence; it stays entered only if there are slots."""
+        """The slots of `experts`, NO_SLOT for those that have none; None if no report could be
+        made. Enters the fence; it stays entered, until `report` or `leave`, only if there is any
+        slot."""
         words, table = self._words, self._table
         if words[_HEAD] - words[_TAIL] >= self._num_slots_of_ring:
             self.num_full += 1
@@ -159,10 +161,13 @@ class ResidencyReader(_Memory):
         words[_FENCE] += 1
         base = layer * self._num_experts
         slots = [table[base + expert] for expert in experts]
-        if NO_SLOT in slots:
+        if slots.count(NO_SLOT) == len(slots) > 0:
             words[_FENCE] += 1
-            return None
         return slots
+
+    def leave(self) -> None:
+        """What `look` gave is used no more; said is that by `ran`, or nothing was used."""
+        self._words[_FENCE] += 1
 
     def report(
         self,

@@ -23,7 +23,6 @@ static_assert(std::atomic<int32_t>::is_always_lock_free &&
 
 constexpr int64_t WORDS_PER_LINE = 8;
 constexpr int64_t HEADER_WORDS = 8;
-constexpr int64_t MAX_TOP_K = 64;
 
 int64_t now_ns() {
     timespec now;
@@ -55,47 +54,13 @@ bool are_distinct_experts(const HrResidentLayers& layers, const int64_t* choices
     return true;
 }
 
-int32_t compute(const HrResidentLayers& layers, const void* hidden, const int32_t* slots) {
-    const void* blocks[MAX_TOP_K];
-    int64_t begin[MAX_TOP_K + 1], row_ids[MAX_TOP_K], place_ids[MAX_TOP_K];
-    for (int64_t k = 0; k < layers.top_k; k++) {
-        blocks[k] = layers.slots + int64_t(slots[k]) * layers.slot_bytes;
-        begin[k] = place_ids[k] = k;
-        row_ids[k] = 0;
-    }
-    begin[layers.top_k] = layers.top_k;
-    HrStep step{};
-    step.num_experts = layers.top_k;
-    step.blocks = blocks;
-    step.pair_begin = begin;
-    step.row_ids = row_ids;
-    step.place_ids = place_ids;
-    step.hidden = hidden;
-    step.places = layers.places;
-    return hr_run(layers.pool, layers.form, int32_t(layers.isa), &step);
-}
-
-int32_t join(const HrResidentLayers& layers, const void* weights, int32_t weights_dtype,
-             void* out) {
-    HrWeightedSum sum{};
-    sum.rows = layers.places;
-    sum.weights = weights;
-    sum.out = out;
-    sum.num_rows = 1;
-    sum.top_k = layers.top_k;
-    sum.hidden_size = layers.form->hidden_size;
-    sum.weights_dtype = weights_dtype;
-    sum.out_dtype = layers.form->dtype;
-    return hr_weighted_sum(&sum);
-}
-
 void report(const HrResidentLayers& layers, int64_t layer, const int64_t* choices,
             int64_t routed_ns, int64_t started_ns, int64_t ended_ns) {
     const int64_t number = head_of(layers).load(std::memory_order_relaxed);
     int64_t* row = layers.reports + number % layers.num_reports * layers.report_words;
     const int64_t header[HEADER_WORDS] = {layers.epoch, layers.step, layer,    layers.top_k,
                                           routed_ns,    started_ns,  ended_ns, layers.joined_ns};
-    int32_t numbers[2 * MAX_TOP_K];
+    int32_t numbers[2 * HR_MAX_TOP_K];
     for (int64_t k = 0; k < layers.top_k; k++) {
         numbers[k] = int32_t(choices[k]);
         numbers[layers.top_k + k] = 1;
@@ -105,14 +70,64 @@ void report(const HrResidentLayers& layers, int64_t layer, const int64_t* choice
     head_of(layers).store(number + 1, std::memory_order_release);
 }
 
+// What others need to know to compute the row: their command names step and layer, and is dropped
+// where the header names others, so the header is written last.
+void publish(const HrResidentLayers& layers, int64_t layer, const void* hidden,
+             const int64_t* choices) {
+    const int64_t item_bytes = layers.form->dtype == HR_FLOAT32 ? 4 : 2;
+    memcpy(layers.hidden_row, hidden, size_t(layers.form->hidden_size * item_bytes));
+    for (int64_t k = 0; k < layers.top_k; k++) layers.choices_row[k] = int32_t(choices[k]);
+    const int64_t header[] = {layers.step, layer, 1, 0};
+    std::atomic_thread_fence(std::memory_order_release);
+    for (int64_t i = 0; i < 4; i++)
+        reinterpret_cast<Word*>(layers.header + i)->store(header[i], std::memory_order_relaxed);
+}
+
 }  // namespace
+
+int32_t hr_compute_choices(const HrResidentLayers* layers, const void* hidden, int64_t count,
+                           const int64_t* ks, const int32_t* slots) {
+    if (count < 0 || count > HR_MAX_TOP_K) return HR_UNKNOWN;
+    const void* blocks[HR_MAX_TOP_K];
+    int64_t begin[HR_MAX_TOP_K + 1], row_ids[HR_MAX_TOP_K];
+    for (int64_t i = 0; i < count; i++) {
+        blocks[i] = layers->slots + int64_t(slots[i]) * layers->slot_bytes;
+        begin[i] = i;
+        row_ids[i] = 0;
+    }
+    begin[count] = count;
+    HrStep step{};
+    step.num_experts = count;
+    step.blocks = blocks;
+    step.pair_begin = begin;
+    step.row_ids = row_ids;
+    step.place_ids = ks;
+    step.hidden = hidden;
+    step.places = layers->places;
+    const int32_t fault = hr_run(layers->pool, layers->form, int32_t(layers->isa), &step);
+    return fault == 0 ? HR_PASSED : fault == 1 ? HR_NO_MEMORY : HR_UNKNOWN;
+}
+
+int32_t hr_join_row(const HrResidentLayers* layers, const void* weights, int32_t weights_dtype,
+                    void* out) {
+    HrWeightedSum sum{};
+    sum.rows = layers->places;
+    sum.weights = weights;
+    sum.out = out;
+    sum.num_rows = 1;
+    sum.top_k = layers->top_k;
+    sum.hidden_size = layers->form->hidden_size;
+    sum.weights_dtype = weights_dtype;
+    sum.out_dtype = layers->form->dtype;
+    return hr_weighted_sum(&sum) ? HR_UNKNOWN : HR_PASSED;
+}
 
 int32_t hr_pass_layer(HrResidentLayers* layers, int64_t layer, int64_t routed_ns,
                       const void* hidden, const int64_t* choices, const void* weights,
                       int32_t weights_dtype, void* out) {
     const HrResidentLayers& all = *layers;
     if (all.size_bytes != int64_t(sizeof all) || all.top_k < 1) return HR_UNKNOWN;
-    if (layer < 0 || layer >= all.num_layers || all.top_k > MAX_TOP_K) return HR_ASK;
+    if (layer < 0 || layer >= all.num_layers || all.top_k > HR_MAX_TOP_K) return HR_ASK;
     if (all.top_k > all.report_words - HEADER_WORDS || !are_distinct_experts(all, choices))
         return HR_ASK;
     const int64_t tail = tail_of(all).load(std::memory_order_acquire);
@@ -122,18 +137,30 @@ int32_t hr_pass_layer(HrResidentLayers* layers, int64_t layer, int64_t routed_ns
     std::atomic_signal_fence(std::memory_order_seq_cst);
     const auto* table =
         reinterpret_cast<const std::atomic<int32_t>*>(all.table + layer * all.num_experts);
-    int32_t slots[MAX_TOP_K];
+    int32_t* slots = layers->seen;
+    int64_t ks[HR_MAX_TOP_K], num_there = 0;
     for (int64_t k = 0; k < all.top_k; k++) {
+        ks[k] = k;
         slots[k] = table[choices[k]].load(std::memory_order_acquire);
-        if (slots[k] >= 0 && slots[k] < all.num_slots) continue;
-        move_fence(all);
-        return slots[k] < 0 ? HR_ASK : HR_NO_SLOT;
+        if (slots[k] >= all.num_slots) {
+            move_fence(all);
+            return HR_NO_SLOT;
+        }
+        num_there += slots[k] >= 0;
+    }
+    if (num_there < all.top_k) {
+        if (num_there == 0 || !all.starts_some) {
+            move_fence(all);
+            for (int64_t k = 0; k < all.top_k; k++) slots[k] = -1;
+        }
+        publish(all, layer, hidden, choices);
+        return HR_ROUTED;
     }
     const int64_t started_ns = now_ns();
-    const int32_t fault = compute(all, hidden, slots);
+    const int32_t fault = hr_compute_choices(layers, hidden, all.top_k, ks, slots);
     const int64_t ended_ns = now_ns();
-    if (fault) return fault == 1 ? HR_NO_MEMORY : HR_UNKNOWN;
-    if (join(all, weights, weights_dtype, out)) return HR_UNKNOWN;
+    if (fault) return fault;
+    if (hr_join_row(layers, weights, weights_dtype, out)) return HR_UNKNOWN;
     report(all, layer, choices, routed_ns, started_ns, ended_ns);
     move_fence(all);
     layers->joined_ns = now_ns();

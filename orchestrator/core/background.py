@@ -11,8 +11,8 @@ through with it. So between victim and copy there is a *grace period*:
 
 The victim leaves the table (`Unpublish`), then `Retire` asks the shell to say `Retired` once the
 worker's fence has moved. A free slot retires as well: it may have become free by an abort while its
-last expert was still being read. The gpu_worker is known to rest, and all grace is over, whenever a
-layer-step is in progress here (it waits, or runs what is pinned) and between steps.
+last expert was still being read. The gpu_worker is known to rest, and all grace is over, when a
+layer-step is decided (it waits, or runs what is pinned) and between steps.
 """
 
 from __future__ import annotations

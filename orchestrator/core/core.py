@@ -183,6 +183,8 @@ class Core:
         if event.epoch != self._roster.gpu_epoch or not self._dispatch.ran(event, commands):
             return self._ignored()
         self._dispatch.learn_from(event)
+        if self._dispatch.work is not None and self._dispatch.work.unplaced:
+            self._report_stall(commands)  # that may have been what a decision waited for
         return commands
 
     def _step_done(self, event: StepDone) -> list[CoreCommand]:

@@ -9,7 +9,10 @@ fill on demand never outlives its layer-step, for the join waits for it; a fill 
 (see `background`) that is demanded meanwhile is adopted by the layer-step.
 
 *The table.* What is resident is published, so that the gpu_worker may pass layers by itself, and an
-expert is unpublished before the copy over it. `passed` then does what `routed` would have done.
+expert is unpublished before the copy over it. `passed` then does what `routed` would have done. Of
+a layer that it has to ask for it computes what it sees there as well, `started`. If any of that has
+left in the background meanwhile, its slot holds nothing pinned: the decision is deferred until the
+gpu_worker has said that it reads it no more.
 
 *Workers that leave.* What the link had not brought and what a cpu_worker had not finished is placed
 anew: on the CPU, else by a fill, else it waits. When the gpu_worker leaves, the layer-step is void.
@@ -27,8 +30,6 @@ from orchestrator.core.events import (
     Foreseen,
     Publish,
     RequestCounters,
-    Unpublish,
-    WorkerFault,
 )
 from orchestrator.core.fill_choice import DEFAULT_MAX_BEHIND
 from orchestrator.core.layer_step import LayerStep, Unanswered, planned
@@ -42,8 +43,12 @@ from orchestrator.core.policies import (
     make_policy,
 )
 from orchestrator.core.recount import recount
+from orchestrator.core.table_reads import check_passed, check_routed, have_left
+from protocol.messages import Run
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from orchestrator.core.events import (
         CoreCommand,
         CoreConfig,
@@ -71,6 +76,7 @@ class ExpertDispatch(ExpertPlacement):
     """Hears of layer-step after layer-step and decides; `ExpertPlacement` carries out."""
 
     __slots__ = (
+        "_deferred",
         "_foresight",
         "_is_news",
         "_latest",
@@ -107,6 +113,8 @@ class ExpertDispatch(ExpertPlacement):
         #: Whether there is something to learn.
         self._is_news = False
         self._unanswered = Unanswered()
+        #: A layer-step that is decided once the gpu_worker reads nothing from the table any more.
+        self._deferred: Routed | None = None
 
     @property
     def costs(self) -> BranchCosts:
@@ -151,7 +159,8 @@ class ExpertDispatch(ExpertPlacement):
         False if this is not the layer that is expected.
 
         Raises:
-            WorkerFault: an expert is named twice, or not every one has its number of rows.
+            WorkerFault: an expert is named twice, or not every one has its number of rows; or one
+                is computed from the table that cannot have been seen there.
         """
         flight = self._flight
         if (
@@ -159,17 +168,37 @@ class ExpertDispatch(ExpertPlacement):
             or routed.step != flight.step
             or routed.layer != self.num_joined
             or self.work is not None
+            or self._deferred is not None
             or self.is_through
         ):
             return False
-        if not len(set(routed.experts)) == len(routed.experts) == len(routed.num_rows):
-            raise WorkerFault(routed.epoch, f"routed layer {routed.layer} to experts it confuses")
+        check_routed(routed)
+        if routed.started and self._have_left(routed, routed.started):
+            self._deferred = routed
+            commands.append(Run(routed.epoch, routed.step, routed.layer, [], [], False, True))
+            return True
+        self._decide(flight, routed, commands)
+        return True
 
+    def _have_left(self, event: Routed | Passed, experts: Sequence[ExpertId]) -> bool:
+        evicted = self._background.evicted
+        return have_left(event.epoch, event.layer, experts, self.directory, evicted)
+
+    def _decide(
+        self,
+        flight: Flight,
+        routed: Routed,
+        commands: list[CoreCommand],
+        computed: Sequence[ExpertId] = (),
+    ) -> None:
+        """The decision. What the gpu_worker has `computed` is a hit and is read no more."""
         keys = [(routed.layer, expert) for expert in routed.experts]
         is_guest = flight.is_guest
         if not is_guest:
             self.directory.layer_step(routed.layer, routed.experts)
-        hits, hit_slots, misses = self.directory.demand(keys, is_guest=is_guest)
+        asked = [key for key in keys if key[1] not in computed] if computed else keys
+        hits, hit_slots, misses = self.directory.demand(asked, is_guest=is_guest)
+        # What it reads from the table now is pinned: it uses nothing else that it looked up.
         self._background.rest(self._roster.link_epoch, commands)
         self._is_news = True
         if self._foresight is not None and not is_guest:
@@ -200,7 +229,8 @@ class ExpertDispatch(ExpertPlacement):
         if split.needs_last_demand and not is_guest:
             self._memory.demanded(keys)
 
-        self.work = work = LayerStep(routed, len(hits))
+        self.work = work = LayerStep(routed, len(hits) + len(computed), len(computed))
+        work.is_ran_wanted = bool(computed)  # that is how this is known
         for key in adopted:
             self._adopt(work, key)
         work.unfilled = [expert for _, expert in decision.fills]
@@ -211,7 +241,10 @@ class ExpertDispatch(ExpertPlacement):
             work.unplaced, on_cpu = on_cpu, []
         if self._report_plans:
             filled = [*(expert for _, expert in adopted), *work.unfilled]
-            commands.append(planned(flight, routed, hits, filled, on_cpu, decision.split))
+            resident = hits
+            if computed:
+                resident = [expert for expert in routed.experts if expert in (*computed, *hits)]
+            commands.append(planned(flight, routed, resident, filled, on_cpu, decision.split))
         work.was_link_idle = not len(self._background) and not work.copying
         self._fill(work, commands)
         self._execute(work, on_cpu, commands)
@@ -221,7 +254,6 @@ class ExpertDispatch(ExpertPlacement):
             self._fill_behind(work, beside, commands)
         self._run(work, hits, hit_slots, commands)
         work.is_decided = True
-        return True
 
     def passed(self, passed: Passed, commands: list[CoreCommand]) -> bool:
         """The gpu_worker was through with this layer by itself: all hits, nothing to decide.
@@ -233,22 +265,17 @@ class ExpertDispatch(ExpertPlacement):
         """
         flight = self._flight
         layer = passed.layer
-        if flight is None or passed.step != flight.step or layer != self.num_joined or self.work:
+        if flight is None or passed.step != flight.step or layer != self.num_joined:
+            return False
+        if self.work is not None or self._deferred is not None:
             return False
         directory = self.directory
         keys = [(layer, expert) for expert in passed.experts]
-        if not len(set(keys)) == len(keys) == len(passed.num_rows):
-            raise WorkerFault(passed.epoch, f"passed layer {layer} with experts it confuses")
-        for key in keys:
-            if directory.slot_of(key) is None and key not in self._background.evicted:
-                raise WorkerFault(
-                    passed.epoch, f"ran expert {key[1]} of layer {layer}, which has no slot"
-                )
+        check_passed(passed)
+        self._have_left(passed, passed.experts)
         if not flight.is_guest:
             directory.layer_step(layer, passed.experts)
-            for key in keys:
-                if directory.state_of(key) is not None:
-                    directory.refresh(key)
+            self._refresh(keys)
             if self._split.needs_last_demand:
                 self._memory.demanded(keys)
         self._is_news = True
@@ -261,6 +288,12 @@ class ExpertDispatch(ExpertPlacement):
         self._counters.hits += len(keys)
         self.num_joined += 1
         return True
+
+    def _refresh(self, keys: Sequence[ExpertKey]) -> None:
+        """These were computed without asking; some may have left meanwhile."""
+        for key in keys:
+            if self.directory.state_of(key) is not None:
+                self.directory.refresh(key)
 
     def copied(self, copied: Copied, commands: list[CoreCommand]) -> bool:
         """A fill has landed: run its expert. False if nobody waits for this copy."""
@@ -325,6 +358,15 @@ class ExpertDispatch(ExpertPlacement):
 
     def ran(self, ran: Ran, commands: list[CoreCommand]) -> bool:
         """The gpu_worker reads these slots no more. False if that was known."""
+        deferred = self._deferred
+        if deferred is not None and (ran.step, ran.layer) == (deferred.step, deferred.layer):
+            if self._flight is None or not set(deferred.started) <= set(ran.experts):
+                return False
+            self._deferred = None
+            if not self._flight.is_guest:
+                self._refresh([(ran.layer, expert) for expert in deferred.started])
+            self._decide(self._flight, deferred, commands, deferred.started)
+            return True
         running = self._running.get((ran.step, ran.layer), {})
         is_news = False
         for expert in ran.experts:
@@ -338,30 +380,6 @@ class ExpertDispatch(ExpertPlacement):
             self._fill(self.work, commands)
         return is_news
 
-    # ---- the number of slots ----
-
-    def resize(self, num_slots: int, commands: list[CoreCommand]) -> bool:
-        """Use so many slots from now on. False if there are not so many."""
-        if not 1 <= num_slots <= self.directory.num_slots:
-            return False
-        self._gave_up(self.directory.resize(num_slots), commands)
-        if self.work is not None:
-            self._fill(self.work, commands)  # there may be more room now
-        return True
-
-    def shrink(self, commands: list[CoreCommand]) -> None:
-        """Give up slots beyond the limit, as far as they are not in use."""
-        self._gave_up(self.directory.shrink(), commands)
-
-    def _gave_up(self, evicted: list[ExpertKey], commands: list[CoreCommand]) -> None:
-        """These have no slot any more. They may be read until the gpu_worker rests, and what is
-        copied into their slots waits for that, as any copy does."""
-        for key in evicted:
-            commands.append(Unpublish(*key))
-            if self._flight is not None:
-                self._counters.evictions += 1
-                self._background.evicted.add(key)
-
     # ---- workers that come and go ----
 
     def roster_changed(self, commands: list[CoreCommand]) -> None:
@@ -371,22 +389,6 @@ class ExpertDispatch(ExpertPlacement):
         if work is not None and work.unplaced:
             stranded, work.unplaced = work.unplaced, []
             self._place(work, stranded, commands)
-
-    def link_lost(self, commands: list[CoreCommand]) -> None:
-        """No slot will be filled any more: its copies are void, their experts go elsewhere."""
-        self._background.link_lost()
-        work = self.work
-        if work is None:
-            return
-        stranded: list[ExpertId] = []
-        for expert, reservation in work.copying.values():
-            self.directory.unpin(reservation.slot)
-            self.directory.abort(reservation.slot, reservation.generation)
-            stranded.append(expert)
-        work.copying.clear()
-        stranded += work.unfilled
-        work.unfilled = []
-        self._place(work, stranded, commands)
 
     def cpu_lost(self, epoch: Epoch, commands: list[CoreCommand]) -> None:
         """A cpu_worker will answer nothing any more: its experts go elsewhere."""
@@ -403,7 +405,7 @@ class ExpertDispatch(ExpertPlacement):
         """The slots are gone, and with them the step; late answers to it find nothing."""
         if self.work is not None:
             self._unanswered.add(self.work)
-        self.work = None
+        self.work = self._deferred = None
         self._end_flight()
         self.num_joined = 0
         self._running.clear()

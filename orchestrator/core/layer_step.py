@@ -54,7 +54,8 @@ class LayerStep:
         "was_link_idle",
     )
 
-    def __init__(self, routed: Routed, num_hits: int) -> None:
+    def __init__(self, routed: Routed, num_hits: int, num_computed: int = 0) -> None:
+        """`num_computed` of the hits are in already."""
         self.routed = routed
         self.gpu_epoch = routed.epoch
         self.step = routed.step
@@ -63,7 +64,7 @@ class LayerStep:
         self.num_hits = num_hits
         self.num_executed = 0
         #: Parts that are not in yet; the join goes out with the one that makes it 0.
-        self.num_missing = len(routed.experts)
+        self.num_missing = len(routed.experts) - num_computed
         self.unfilled: list[ExpertId] = []
         self.copying: dict[CopyId, tuple[ExpertId, Reservation]] = {}
         #: Those of `copying` that were begun for nobody: no word tells of their end.

@@ -96,6 +96,48 @@ class ExpertPlacement:
         link = self._roster.link_epoch
         return link is not None and self._background.retired(retired.copy, link, commands)
 
+    # ---- the number of slots ----
+
+    def resize(self, num_slots: int, commands: list[CoreCommand]) -> bool:
+        """Use so many slots from now on. False if there are not so many."""
+        if not 1 <= num_slots <= self.directory.num_slots:
+            return False
+        self._gave_up(self.directory.resize(num_slots), commands)
+        if self.work is not None:
+            self._fill(self.work, commands)  # there may be more room now
+        return True
+
+    def shrink(self, commands: list[CoreCommand]) -> None:
+        """Give up slots beyond the limit, as far as they are not in use."""
+        self._gave_up(self.directory.shrink(), commands)
+
+    def _gave_up(self, evicted: list[ExpertKey], commands: list[CoreCommand]) -> None:
+        """These have no slot any more. They may be read until the gpu_worker rests, and what is
+        copied into their slots waits for that, as any copy does."""
+        for key in evicted:
+            commands.append(Unpublish(*key))
+            if self._flight is not None:
+                self._counters.evictions += 1
+                self._background.evicted.add(key)
+
+    # ---- a branch that is gone ----
+
+    def link_lost(self, commands: list[CoreCommand]) -> None:
+        """No slot will be filled any more: its copies are void, their experts go elsewhere."""
+        self._background.link_lost()
+        work = self.work
+        if work is None:
+            return
+        stranded: list[ExpertId] = []
+        for expert, reservation in work.copying.values():
+            self.directory.unpin(reservation.slot)
+            self.directory.abort(reservation.slot, reservation.generation)
+            stranded.append(expert)
+        work.copying.clear()
+        stranded += work.unfilled
+        work.unfilled = []
+        self._place(work, stranded, commands)
+
     # ---- its verbs ----
 
     def _adopt(self, work: LayerStep, key: ExpertKey) -> None:
@@ -201,6 +243,12 @@ class ExpertPlacement:
         if experts:
             running = self._running.setdefault((work.step, work.layer), {})
             running.update(zip(experts, slots, strict=True))
+            started = work.routed.started
+            if started and not is_told:
+                pairs = zip(experts, slots, strict=True)
+                told = [(expert, slot) for expert, slot in pairs if expert not in started]
+                experts = [expert for expert, _ in told]
+                slots = [slot for _, slot in told]
         if is_last and work.behind:  # before the gpu_worker goes on
             self._fill_behind(work, work.behind, commands)
         if not work.is_self_joining:

@@ -136,7 +136,7 @@ def test_what_is_not_one_row_of_this_store_is_left_to_python() -> None:
     side = Side("float32", is_native=True)
     for expert in range(NUM_EXPERTS):
         side.writer.publish(0, expert, expert)
-    side.resident.begin_step(EPOCH, 1)
+    side.resident.begin_step(EPOCH, 1, starts_some=False)
     hidden, choices = torch.randn(1, HIDDEN), torch.tensor([[1, 2, 3]])
     weights = torch.rand(1, TOP_K)
     wide = torch.randn(1, 2 * HIDDEN)[:, ::2]
@@ -150,11 +150,11 @@ def test_what_is_not_one_row_of_this_store_is_left_to_python() -> None:
         (hidden, torch.tensor([[1, 2, -1]]), weights),
         (wide, choices, weights),
     ):
-        assert side.resident(0, 1, *arguments) is None
+        assert side.resident.begin(0, 1, *arguments) is None
         assert side.reader.fence == side.reader.head == 0
-    assert side.resident(1, 1, hidden, choices, weights) is None
+    assert side.resident.begin(1, 1, hidden, choices, weights) == "routed"
     assert (side.reader.fence, side.reader.head) == (2, 0)
-    assert side.resident(0, 1, hidden, choices, weights) is not None
+    assert side.resident.begin(0, 1, hidden, choices, weights) is not None
     assert (side.reader.fence, side.reader.head) == (4, 1)
 
 
@@ -162,7 +162,9 @@ def test_a_slot_that_does_not_exist_is_a_fault() -> None:
     side = Side("float32", is_native=True)
     for expert in range(NUM_EXPERTS):
         side.writer.publish(0, expert, NUM_SLOTS)
-    side.resident.begin_step(EPOCH, 1)
+    side.resident.begin_step(EPOCH, 1, starts_some=False)
     with pytest.raises(ProtocolError, match="slot that does not exist"):
-        side.resident(0, 1, torch.randn(1, HIDDEN), torch.tensor([[1, 2, 3]]), torch.rand(1, TOP_K))
+        side.resident.begin(
+            0, 1, torch.randn(1, HIDDEN), torch.tensor([[1, 2, 3]]), torch.rand(1, TOP_K)
+        )
     assert (side.reader.fence, side.reader.head) == (2, 0)

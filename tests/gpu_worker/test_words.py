@@ -104,6 +104,66 @@ def test_runs_are_said_at_once_where_slots_are_short(
     assert pipeline.generate(PROMPT, 4, sequence=2) == expected
 
 
+def test_hits_of_a_layer_with_misses_are_begun_from_the_table(
+    pipeline: Pipeline, expected: tuple[list[int], list[str]]
+) -> None:
+    forget_all(pipeline)
+    table = pipeline.table
+    assert table is not None
+    for layer, num_experts in enumerate(pipeline.layout.num_experts):
+        for expert in range(0, num_experts, 2):
+            table.publish(layer, expert, pipeline.slot_of(layer, expert))
+    num_started = 0
+
+    def rest_elsewhere(pipeline: Pipeline, routed: Routed) -> None:
+        nonlocal num_started
+        assert routed.started == [expert for expert in routed.experts if expert % 2 == 0]
+        num_started += len(routed.started)
+        rest = [expert for expert in routed.experts if expert % 2]
+        pipeline.compute_here(routed, rest)
+        for expert in rest:
+            say_done(pipeline, routed, expert, -1)
+
+    pipeline.answer = rest_elsewhere
+    assert pipeline.generate(PROMPT, 4, sequence=4) == expected
+    assert not pipeline.others
+    assert table.fence % 2 == 0
+    reports = [report for report in table.take(table.head) if not any(report.num_rows)]
+    assert sum(len(report.experts) for report in reports) == num_started > 0
+
+
+def test_what_is_begun_is_said_at_once_where_that_is_asked_for(
+    pipeline: Pipeline, expected: tuple[list[int], list[str]]
+) -> None:
+    forget_all(pipeline)
+    table = pipeline.table
+    assert table is not None
+    for layer in range(pipeline.layout.num_layers):
+        table.publish(layer, 0, pipeline.slot_of(layer, 0))
+    num_told = 0
+
+    def ask_first(pipeline: Pipeline, routed: Routed) -> None:
+        nonlocal num_told
+        before = table.head
+        pipeline.send(Run(pipeline.epoch, routed.step, routed.layer, [], [], False, True))
+        event = pipeline.receive()
+        assert isinstance(event, Ran)
+        assert not event.experts
+        assert event.num_reports >= before
+        if routed.started:
+            assert event.num_reports == table.head
+            assert table.fence % 2 == 0
+            num_told += 1
+        rest = [expert for expert in routed.experts if expert not in routed.started]
+        pipeline.compute_here(routed, rest)
+        for expert in rest:
+            say_done(pipeline, routed, expert, -1)
+
+    pipeline.answer = ask_first
+    assert pipeline.generate(PROMPT, 4, sequence=5) == expected
+    assert num_told > 0
+
+
 def test_a_word_that_names_no_slot_is_a_fault(pipeline: Pipeline) -> None:
     from tests.gpu_worker.pipeline import WorkerFailed
 

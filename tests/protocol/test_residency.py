@@ -9,7 +9,7 @@ from orchestrator.residency import ResidencyBoard
 from protocol.errors import ProtocolError
 from protocol.membarrier import MemoryBarrier
 from protocol.messages import CopyId, Epoch, ExpertId, LayerId, SlotId
-from protocol.residency import ResidencyReader, ResidencyWriter, residency_grant
+from protocol.residency import NO_SLOT, ResidencyReader, ResidencyWriter, residency_grant
 
 EPOCH = 5
 
@@ -28,18 +28,25 @@ def report(
     reader.report(EPOCH, step, layer, experts, [1] * len(experts), (1, 2, 3, 4))
 
 
-def test_a_look_needs_every_expert() -> None:
+def test_a_look_enters_the_fence_if_anything_is_there() -> None:
     writer, reader, _ = segment()
-    writer.publish(1, 2, 6)
-    assert reader.look(1, [2, 3]) is None
+    assert reader.look(1, [2, 3]) == [NO_SLOT, NO_SLOT]
     assert reader.fence == 2
+    writer.publish(1, 2, 6)
+    assert reader.look(1, [2, 3]) == [6, NO_SLOT]
+    assert reader.fence == 3
+    assert reader.ran(EPOCH, 1, 1, [2], 10, 20)
+    reader.leave()
+    assert reader.fence == 4
+    (told,) = writer.take(reader.num_reports)
+    assert (told.experts, told.num_rows, told.routed_ns) == ([2], [0], 0)
     writer.publish(1, 3, 0)
     assert reader.look(1, [3, 2]) == [0, 6]
-    assert reader.fence == 3
+    assert reader.fence == 5
     report(reader, layer=1, experts=(3, 2))
-    assert reader.fence == 4
+    assert reader.fence == 6
     writer.unpublish(1, 2)
-    assert reader.look(1, [3, 2]) is None
+    assert reader.look(1, [3, 2]) == [0, NO_SLOT]
     assert writer.published() == {(1, 3): 0}
 
 

@@ -38,6 +38,7 @@ from protocol.messages import (
     StepDone,
     StepPart,
 )
+from protocol.residency import NO_SLOT
 from tests.sim.model import Cache, SyntheticModel
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class World(Protocol):
     completions: Completions
     writes_words: bool
     is_self_joining: bool
+    starts_hits: bool
 
     def new_reader(self) -> ResidencyReader: ...
     def finished(self, step: int, layer: int, experts: list[int], done: Completion) -> None: ...
@@ -287,6 +289,8 @@ class SimGpu(SimWorker):
         #: Parts of the layer-step that joins by itself which are not in.
         self._missing: dict[int, None] = {}
         self._is_ran_wanted = False
+        #: What runs from slots seen in the table.
+        self._seen: Run | None = None
 
     def ready(self) -> Ready:
         return Ready(self.epoch, self.bytes_per_s, self._arena)
@@ -353,11 +357,16 @@ class SimGpu(SimWorker):
         table = self._table
         assert table is not None
         seen = self.look(table, self._layer, list(num_rows))
-        if seen is None:
-            self.later(20, lambda: self._ask(num_rows))
-        else:
+        if seen is not None and NO_SLOT not in seen:
             slots, routed = seen, self.world.now
             self.later(60, lambda: self._pass(table, num_rows, slots, routed))
+            return
+        found = dict(zip(num_rows, seen or [], strict=False))
+        started = {expert: slot for expert, slot in found.items() if slot != NO_SLOT}
+        if started and not self.world.starts_hits:
+            table.leave()
+            started = {}
+        self.later(20, lambda: self._ask(num_rows, started))
 
     def look(self, table: ResidencyReader, layer: int, experts: list[int]) -> list[int] | None:
         return table.look(layer, experts)
@@ -385,11 +394,11 @@ class SimGpu(SimWorker):
 
         self.later(20 * len(experts), end)
 
-    def _ask(self, num_rows: dict[int, int]) -> None:
+    def _ask(self, num_rows: dict[int, int], started: dict[int, int]) -> None:
         step = self._step
         assert step is not None
         self._is_routed = True
-        self._missing = dict.fromkeys(num_rows)
+        self._missing = dict.fromkeys(expert for expert in num_rows if expert not in started)
         self._is_ran_wanted = not self.world.is_self_joining
         self.send(
             Routed(
@@ -401,8 +410,14 @@ class SimGpu(SimWorker):
                 self.world.now,
                 num_reports=self._num_reports,
                 is_self_joining=self.world.is_self_joining,
+                started=[ExpertId(expert) for expert in started],
             )
         )
+        if started:
+            experts = [ExpertId(expert) for expert in started]
+            slots = [SlotId(slot) for slot in started.values()]
+            self._seen = Run(self.epoch, step.step, LayerId(self._layer), experts, slots, False)
+            self._queue(self._seen)
 
     def woken(self) -> None:
         """Look for words, as far as any are waited for."""
@@ -476,6 +491,10 @@ class SimGpu(SimWorker):
             self.require(versions == [slot.version for slot in slots], "a slot changed in a run")
             if command.experts:
                 self._has_run(command, started, now)
+            if command is self._seen:
+                assert self._table is not None
+                self._seen = None
+                self._table.leave()
             self._runs.popleft()
             if command.join:
                 self._join()

@@ -84,6 +84,7 @@ def scenario(number: int) -> Scenario:
         is_self_joining=words.random() < 0.75,
         writes_words=words.random() < 0.8,
         late_ns=words.choice((0, 0, 500)),
+        starts_hits=words.random() < 0.7,
     )
 
 

@@ -13,10 +13,11 @@ import pytest
 
 from orchestrator.core.background import BackgroundFills
 from orchestrator.core.core import Core
+from orchestrator.core.dispatch import ExpertDispatch
 from orchestrator.core.events import Retired
 from orchestrator.residency import ResidencyBoard
 from protocol.errors import ProtocolError
-from protocol.residency import ResidencyReader, ResidencyWriter
+from protocol.residency import NO_SLOT, ResidencyReader, ResidencyWriter
 from tests.sim.scenarios import NUM_SCENARIOS, scenario
 from tests.sim.watch import Onlooker
 from tests.sim.world import Simulation
@@ -45,11 +46,15 @@ def waits_for_no_grace(real: Any) -> Callable[..., Any]:
 def looks_outside_the_fence(real: Any) -> Callable[..., Any]:
     def look(self: Any, layer: int, experts: Any) -> Any:
         slots = real(self, layer, experts)
-        if slots is not None:
+        if slots is not None and any(slot != NO_SLOT for slot in slots):
             self._words[8] += 1  # even already, while the slots are still to be used
         return slots
 
     return look
+
+
+def believes_what_has_left(real: Any) -> Callable[..., bool]:
+    return lambda self, event, experts: False
 
 
 def keeps(index: int) -> Callable[[Any], Callable[..., None]]:
@@ -102,9 +107,11 @@ FAULTS: list[tuple[type, str, Callable[[Any], Any]]] = [
     (ResidencyWriter, "reset", keeps_old_slots),
     (ResidencyReader, "look", never_finds_the_ring_full),
     (ResidencyReader, "look", looks_outside_the_fence),
+    (ResidencyReader, "leave", does_nothing),
     (ResidencyBoard, "_retire", ignores_the_fence),
     (ResidencyBoard, "_reports", takes_no_reports),
     (BackgroundFills, "begin", waits_for_no_grace),
+    (ExpertDispatch, "_have_left", believes_what_has_left),
 ]
 
 
@@ -133,3 +140,5 @@ def test_the_stories_use_the_table_in_every_way() -> None:
     assert sum(story.num_passed for story in stories) > 100
     assert sum(story.num_retired for story in stories) > 20
     assert sum(story.num_full for story in stories) > 10
+    assert sum(story.num_started for story in stories) > 10
+    assert sum(story.num_deferred for story in stories) > 0

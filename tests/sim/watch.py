@@ -100,6 +100,9 @@ class Onlooker:
         self._live: dict[str, None] = {}  # in the order of their coming
         self._is_in_process = False
         self._is_self_joining = False
+        #: Decided only once what it runs from the table has run.
+        self._deferred: Routed | None = None
+        self.num_started = self.num_deferred = 0
         self._missing: str | None = None
         self._used_copies: set[int] = set()
         #: Fills that nobody waited for when they began: retiring, then copying.
@@ -122,14 +125,15 @@ class Onlooker:
             _require(not commands, f"the core acted on stale news: {event} -> {commands}")
             return
         self._hears_foreseen = (event.layer, event.expert) if isinstance(event, Foreseen) else None
+        self._decided: Routed | None = None
         self._hear(event)
         is_waiting = bool(self._parts)
         for command, follower in itertools.zip_longest(commands, commands[1:]):
             if isinstance(command, Unpublish):
                 self._unpublish(command, event, follower)
             self._weigh(command)
-        if isinstance(event, Routed):
-            self._check_decision(event, commands)
+        if self._decided is not None:
+            self._check_decision(self._decided, commands)
         is_over = self._is_self_joining and is_waiting and self._all_are_in()
         said = [command for command in commands if isinstance(command, AllIn)]
         _require(len(said) == is_over, f"all parts are in: {is_over}, said is {said}")
@@ -154,11 +158,15 @@ class Onlooker:
                 _require(self._is_current(event), "a live gpu_worker routed out of turn")
                 self._demanded(event)
                 self._is_self_joining = event.is_self_joining
-                coming = [*self.retiring.values(), *self._foreseen.values()]
-                self._parts = {
-                    expert: "arriving" if (event.layer, expert) in coming else "miss"
-                    for expert in event.experts
-                }
+                gone = [e for e in event.started if self._slot_of(event.layer, e) is None]
+                was_there = all((event.layer, expert) in self._evicted for expert in gone)
+                _require(was_there, f"{gone} are run from the table, but have no slot")
+                self.num_started += bool(event.started)
+                self.num_deferred += bool(gone)
+                if gone:
+                    self._deferred = event
+                else:
+                    self._routed(event)
             case Passed():
                 self._passed(event)
             case Copied():
@@ -182,9 +190,7 @@ class Onlooker:
                         self._parts[expert] = "executed"
                         self._cost("cpu_bytes", EXPERT_BYTES)
             case Ran():
-                for expert in event.experts:
-                    slot = self._unran.pop((event.step, event.layer, expert))
-                    self._reads[slot] -= 1
+                self._ran(event)
             case StepDone():
                 _require(self._step is not None, "a step is done that nobody started")
                 self._step = None
@@ -195,11 +201,42 @@ class Onlooker:
                 self._live[event.request] = None
                 self.books[event.request].num_prompt = len(event.prompt_tokens)
 
+    def _routed(self, event: Routed, computed: Sequence[int] = ()) -> None:
+        """The parts of a layer-step that is decided now; `computed` has run by the table."""
+        coming = [*self.retiring.values(), *self._foreseen.values()]
+        self._parts = {
+            expert: "arriving" if (event.layer, expert) in coming else "miss"
+            for expert in event.experts
+        }
+        for expert in event.started:
+            self._parts[expert] = "hit"
+            slot = self._slot_of(event.layer, expert)
+            if expert not in computed:
+                assert slot is not None
+                self._reads_by(expert, slot)
+        self._decided = event
+
+    def _ran(self, event: Ran) -> None:
+        deferred = self._deferred
+        is_of_it = deferred is not None and event.layer == deferred.layer
+        if deferred is not None and is_of_it and event.step == deferred.step and event.experts:
+            _require(event.experts == deferred.started, f"{event} before the decision")
+            self._deferred = None
+            self._routed(deferred, event.experts)
+            return
+        for expert in event.experts:
+            slot = self._unran.pop((event.step, event.layer, expert))
+            self._reads[slot] -= 1
+
+    def _slot_of(self, layer: int, expert: int) -> int | None:
+        key = (layer, expert)
+        return next((slot for slot, other in self._slots.items() if other == key), None)
+
     def _lost(self, epoch: int) -> None:
         role = self._roles.pop(epoch, None)
         self._owed = {owed for owed in self._owed if owed[0] != epoch}
         if role == "gpu_worker":
-            self._step = None
+            self._step = self._deferred = None
             self._parts, self._executing, self._copying = {}, {}, {}
             self._slots, self._reads, self._unran = {}, Counter(), {}
             self._guests = set()

@@ -103,6 +103,8 @@ class Scenario:
     has_barrier: bool = True
     #: Whether the gpu_worker joins by itself, and whether workers write words for it.
     is_self_joining: bool = False
+    #: What is resident in a layer that has to be asked for is run from the table.
+    starts_hits: bool = False
     writes_words: bool = True
     #: ns by which messages about finished parts come later than their words.
     late_ns: int = 0
@@ -143,6 +145,9 @@ class Story:
     num_behind: int = 0
     num_foreseen: int = 0
     num_full: int = 0
+    #: Layer-steps with experts run from the table, and those decided only when they had run.
+    num_started: int = 0
+    num_deferred: int = 0
     #: Parts seen finished in shared memory before their worker's message.
     num_seen: int = 0
 
@@ -182,6 +187,7 @@ class Simulation:
         self.completions = Completions(bytearray(grant.num_bytes), grant)
         self._finished = FinishedParts(self.completions, EXPERT_BYTES)
         self.is_self_joining = scenario.is_self_joining
+        self.starts_hits = scenario.starts_hits and scenario.is_self_joining
         self.writes_words = scenario.writes_words
         self._readers: list[ResidencyReader] = []
         self._board = ResidencyBoard(
@@ -258,6 +264,8 @@ class Simulation:
         self.story.num_guest_steps = self.onlooker.num_guest_steps
         self.story.num_joint_steps = self.onlooker.num_joint_steps
         self.story.num_behind = self.onlooker.num_behind
+        self.story.num_started = self.onlooker.num_started
+        self.story.num_deferred = self.onlooker.num_deferred
         self.story.num_full = sum(reader.num_full for reader in self._readers)
         return self.story
 
@@ -380,6 +388,8 @@ class Simulation:
         return self.rng.random() < self.scenario.repeat_chance
 
     def _repeat(self, event: CoreEvent) -> None:
+        if isinstance(event, Resize):
+            return  # said later it would mean something else
         if isinstance(event, Submit) and self.onlooker.books[event.request].done is not None:
             return  # a name may be used again once its request is over
         self._tell(event, is_stale=True)

@@ -225,7 +225,11 @@ class Onlooker:
             self._routed(deferred, event.experts)
             return
         for expert in event.experts:
-            slot = self._unran.pop((event.step, event.layer, expert))
+            slot = self._unran.pop((event.step, event.layer, expert), None)
+            if slot is None:
+                # It was begun from the table, and the worker died before that was heard.
+                _require(not self._parts, f"expert {expert} has run, but nobody said so")
+                return
             self._reads[slot] -= 1
 
     def _slot_of(self, layer: int, expert: int) -> int | None:

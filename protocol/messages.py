@@ -126,13 +126,12 @@ class Failed(Message, frozen=True):
 class Routed(Message, frozen=True):
     """gpu_worker: the router of `layer` has chosen; hidden rows and choices are in the segment.
 
-    `experts` holds each chosen expert once, in the order in which the router names them
-    (row by row, best first); `num_rows[i]` says how many rows chose `experts[i]`.
-    `joined_ns` is when the layer before this one was joined (0 for the first of a step).
+    `experts`: each chosen one once, in the router's order (row by row, best first), chosen by
+    `num_rows` rows each. `joined_ns`: when the layer before was joined (0 in the first of a step).
     `num_reports`, here and below: reports left in the residency segment before this was said.
     `is_self_joining`: the worker looks for finished parts in the completions segment and joins by
     itself when all are in; it is told of hits only, and not of the `started` ones: those it saw in
-    the table and computes from there. It stays in the fence until it has reported them.
+    the table and computes from there, in the fence until it has reported them.
     """
 
     epoch: Epoch

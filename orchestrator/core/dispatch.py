@@ -193,10 +193,9 @@ class ExpertDispatch(ExpertPlacement):
     ) -> None:
         """The decision. What the gpu_worker has `computed` is a hit and is read no more."""
         keys = [(routed.layer, expert) for expert in routed.experts]
-        is_guest = flight.is_guest
-        if not is_guest:
+        if not (is_guest := flight.is_guest):
             self.directory.layer_step(routed.layer, routed.experts)
-        asked = [key for key in keys if key[1] not in computed] if computed else keys
+        asked = [key for key in keys if key[1] not in computed]
         hits, hit_slots, misses = self.directory.demand(asked, is_guest=is_guest)
         # What it reads from the table now is pinned: it uses nothing else that it looked up.
         self._background.rest(self._roster.link_epoch, commands)
@@ -241,9 +240,8 @@ class ExpertDispatch(ExpertPlacement):
             work.unplaced, on_cpu = on_cpu, []
         if self._report_plans:
             filled = [*(expert for _, expert in adopted), *work.unfilled]
-            resident = hits
-            if computed:
-                resident = [expert for expert in routed.experts if expert in (*computed, *hits)]
+            known = (*computed, *hits)
+            resident = [expert for expert in routed.experts if expert in known]
             commands.append(planned(flight, routed, resident, filled, on_cpu, decision.split))
         work.was_link_idle = not len(self._background) and not work.copying
         self._fill(work, commands)

@@ -91,7 +91,7 @@ class Clients:
         """Pass the end of a request on."""
         self.grammars.detach(done.request)
         if self._book is not None:
-            for answer in self._book.done(done, times, self._num_restarts()):
+            for answer in self._book.done(done, times, self._num_restarts(), done.sentence):
                 self.send(*answer)
 
     def tell(self, status: Status) -> None:

@@ -227,11 +227,12 @@ class PromptRead(msgspec.Struct, frozen=True):
 
 
 class RequestDone(msgspec.Struct, frozen=True):
-    """No more tokens of this request."""
+    """No more tokens of this request. `sentence` says why it ended in an error."""
 
     request: RequestId
     reason: FinishReason
     counters: RequestCounters
+    sentence: str = ""
 
 
 class Planned(msgspec.Struct, frozen=True):

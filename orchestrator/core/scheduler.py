@@ -19,6 +19,10 @@ its caches are empty again, the same chunks follow, the known tokens are replaye
 nothing sampled (the same shapes give the same numbers, whoever else is in the step), and sampling
 goes on at the first unknown token. What was emitted is among the known tokens and is never emitted
 again.
+
+Unless it is the sequence that ends the worker. Whoever was in the step when a gpu_worker was lost,
+twice since its last new token, is a suspect and decodes alone from then on, so that the others get
+on without it; one that has lost `MAX_LOSSES` workers without a new token ends in an error.
 """
 
 from __future__ import annotations
@@ -41,6 +45,14 @@ if TYPE_CHECKING:
     from orchestrator.core.events import CoreCommand, Submit, Withdraw
     from protocol.messages import Epoch, FinishReason, RequestId, StepDone
 
+#: Gpu_workers lost in steps of a request since its last new token: from here on it decodes alone,
+#: and here it ends.
+SUSPECT_LOSSES, MAX_LOSSES = 2, 5
+_LOST_SENTENCE = (
+    f"{MAX_LOSSES} gpu_workers in a row ended while they worked on this request; their last words "
+    "are in the log."
+)
+
 
 @dataclass(slots=True, eq=False)
 class Live:
@@ -55,6 +67,8 @@ class Live:
     #: Leading tokens that the gpu_worker's KV cache holds.
     num_cached: int = 0
     is_withdrawn: bool = False
+    #: Gpu_workers lost in its steps since its last new token.
+    num_losses: int = 0
     counters: RequestCounters = field(default_factory=RequestCounters)
 
     @property
@@ -64,6 +78,11 @@ class Live:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether its steps may be what ends gpu_workers."""
+        return self.num_losses >= SUSPECT_LOSSES
 
     @property
     def is_decoding(self) -> bool:
@@ -215,8 +234,11 @@ class Scheduler:
         is_chunk = bool(in_prompt) and (self._is_chunk_next or not decoding)
         if is_chunk:
             self._had_turn = in_prompt[:1]
+        elif decoding[0].is_suspect:
+            self._had_turn = decoding[:1]
         else:
-            self._had_turn = decoding[: self._max_rows]
+            together = [live for live in decoding if not live.is_suspect]
+            self._had_turn = together[: self._max_rows]
         self._is_chunk_next = not is_chunk
         self._last_step += 1
         parts = []
@@ -261,18 +283,24 @@ class Scheduler:
                 self._finish(live, "stop", event.epoch, commands)
             else:
                 live.tokens.append(sampled.token)
+                live.num_losses = 0
                 request, logprobs = live.submit.request, sampled.logprobs
                 commands.append(TokenOut(request, sampled.token, sampled.logits_digest, logprobs))
                 if live.num_generated == live.num_wanted:
                     self._finish(live, "length", event.epoch, commands)
 
     def gpu_lost(self, commands: list[CoreCommand]) -> None:
-        """No cache is left and no step runs; active sequences will be rebuilt from their tokens."""
-        self.flight = None
+        """No cache is left and no step runs; active sequences will be rebuilt from their tokens,
+        but for one that has lost too many workers."""
+        flight, self.flight = self.flight, None
+        for part in flight.parts if flight is not None else ():
+            part.live.num_losses += 1
         for live in list(self._active):
             live.num_cached = 0
             if live.is_withdrawn:
                 self._finish(live, "cancelled", None, commands)
+            elif live.num_losses >= MAX_LOSSES:
+                self._finish(live, "error", None, commands, _LOST_SENTENCE)
 
     def _finish(
         self,
@@ -280,6 +308,7 @@ class Scheduler:
         reason: FinishReason,
         gpu_epoch: Epoch | None,
         commands: list[CoreCommand],
+        sentence: str = "",
     ) -> None:
         del self._live[live.submit.request]
         if live in self._active:
@@ -290,7 +319,7 @@ class Scheduler:
             self._waiting.remove(live)
         if live.num_cached and gpu_epoch is not None:
             commands.append(DropSequence(gpu_epoch, live.sequence))
-        commands.append(RequestDone(live.submit.request, reason, live.counters))
+        commands.append(RequestDone(live.submit.request, reason, live.counters, sentence))
 
     # ---- the recount ----
 

@@ -103,6 +103,8 @@ class Scenario:
     has_barrier: bool = True
     #: Whether the gpu_worker joins by itself, and whether workers write words for it.
     is_self_joining: bool = False
+    #: Every gpu_worker dies of a step over this token.
+    poison: int | None = None
     #: What is resident in a layer that has to be asked for is run from the table.
     starts_hits: bool = False
     writes_words: bool = True
@@ -187,6 +189,7 @@ class Simulation:
         self.completions = Completions(bytearray(grant.num_bytes), grant)
         self._finished = FinishedParts(self.completions, EXPERT_BYTES)
         self.is_self_joining = scenario.is_self_joining
+        self.poison = scenario.poison
         self.starts_hits = scenario.starts_hits and scenario.is_self_joining
         self.writes_words = scenario.writes_words
         self._readers: list[ResidencyReader] = []
@@ -452,6 +455,12 @@ class Simulation:
         for seat in self._seats:
             if seat.role in roles and seat.worker is not None and self.rng.random() < 0.8:
                 self._kill(seat, seat.worker)
+
+    def poisoned(self, worker: SimWorker) -> None:
+        """A step that this worker does not survive."""
+        for seat in self._seats:
+            if seat.worker is worker:
+                self._kill(seat, worker)
 
     def _kill(self, seat: Seat, worker: SimWorker) -> None:
         self.story.num_deaths += 1

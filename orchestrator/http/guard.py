@@ -5,6 +5,8 @@ Plain ASGI, in front of the framework: what is refused here costs no parsing.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import logging
 import re
@@ -28,6 +30,8 @@ log = logging.getLogger("headrace.http")
 #: What anybody may see: whether we are well, and a page without a figure in it.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
 ADMIN_PREFIX = "/admin/"
+#: Of a refused body so much is read, for so long.
+_DRAIN_BYTES, _DRAIN_S = 256 << 20, 5.0
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -74,7 +78,7 @@ class Guard:
             self._check(scope["path"], headers)
             await self._app(scope, self._bounded(receive), send_with_id)
         except ApiError as error:
-            await error.response()(scope, receive, send_with_id)
+            await _refuse(error, scope, receive, send_with_id)
         finally:
             self._write(scope, note)
 
@@ -154,6 +158,33 @@ class Guard:
             note.request_id,
             extra={"facts": facts},
         )
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer at once, and end the answer when the body has come or for some time did not: closing a
+    connection with bytes unread resets it, and the client would never see the answer."""
+
+    async def send_all_but_the_end(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            message = {**message, "more_body": True}
+        await send(message)
+
+    await error.response()(scope, receive, send_all_but_the_end)
+    is_body_held_back = any(name == b"expect" for name, _ in scope["headers"])
+    if not is_body_held_back:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                await _drain(receive)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _drain(receive: Receive) -> None:
+    num_bytes = 0
+    while num_bytes < _DRAIN_BYTES:
+        message = await receive()
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return
+        num_bytes += len(message.get("body", b""))
 
 
 def _printable(path: str) -> str:

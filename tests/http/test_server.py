@@ -141,6 +141,26 @@ def test_a_large_body_is_refused_stated_or_not(server: Server) -> None:
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_refused_body_that_is_sent_to_its_end_gets_its_answer(server: Server) -> None:
+    """Whoever closes with bytes unread resets the connection, and takes the answer with it."""
+    size = 20_000_000
+    head = (
+        f"POST {PLAIN} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        f"Authorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {size}\r\n\r\n"
+    )
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 30) as connection:
+        connection.sendall(head.encode())
+        for _ in range(0, size, 1_000_000):
+            connection.sendall(bytes(1_000_000))
+        answer = b""
+        while piece := connection.recv(65536):
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert answer.endswith(b"}")
+
+
 def test_pages_elsewhere_may_ask_if_they_were_named(server: Server) -> None:
     wish = {
         "access-control-request-method": "POST",

@@ -28,7 +28,7 @@ from orchestrator.core.events import (
     WorkerJoined,
     WorkerLost,
 )
-from orchestrator.core.scheduler import SUSPECT_LOSSES
+from orchestrator.core.scheduler import MAX_LOSSES, SUSPECT_LOSSES
 from protocol.messages import (
     AttachArena,
     Copied,
@@ -563,7 +563,9 @@ class Onlooker:
         books.done = command
         self._live.pop(command.request, None)
         answer = books.answer
-        if books.is_poisoned:
+        if books.is_withdrawn and command.reason == "cancelled":
+            pass
+        elif books.is_poisoned or books.num_losses >= MAX_LOSSES:
             _require(command.reason == "error" and bool(command.sentence), "it goes on for ever")
         elif books.is_withdrawn:
             _require(command.reason == "cancelled", f"a withdrawn request ends as {command.reason}")

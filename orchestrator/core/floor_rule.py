@@ -142,7 +142,8 @@ class FloorRule:
         results.append(relative)
         held = self._results[self._held]
         if self._probing is None:
-            self._watch(held)
+            if relative > WORSE * self._reference:
+                self._watch(held)
             return None
         if not (self._is_look or len(results) >= PROBE_STEPS):
             return None
@@ -205,16 +206,24 @@ class FloorRule:
     def _postpone(self, arm: Arm) -> None:
         self._due[arm] = self._clock + self._intervals[arm]
 
-    def _due_probe(self, predicted_s: dict[Arm, float]) -> Arm | None:
+    def _is_known(self) -> bool:
+        """Whether there are results of the arm in use to compare with."""
         held = self._results[self._held]
-        is_vague = bool(held) and (self._held in self._lumpy or _scatters(held))
-        num_needed = LONG_PROBE_STEPS if is_vague else PROBE_STEPS
-        if len(held) < num_needed or self._budget < 0:
-            return None  # there is nothing to compare with, or it has cost enough
+        if len(held) < PROBE_STEPS:
+            return False
+        is_vague = self._held in self._lumpy or _scatters(held)
+        return not is_vague or len(held) >= LONG_PROBE_STEPS
+
+    def _due_probe(self, predicted_s: dict[Arm, float]) -> Arm | None:
+        due_arms = [
+            arm
+            for arm, due in self._due.items()
+            if due <= self._clock and arm != self._held and arm in predicted_s
+        ]
+        if not due_arms or self._budget < 0 or not self._is_known():
+            return None
         least_s = min(predicted_s.values())
-        for arm, due in self._due.items():
-            if arm == self._held or due > self._clock or arm not in predicted_s:
-                continue
+        for arm in due_arms:
             self._is_look = self._is_long = predicted_s[arm] > HOPELESS * predicted_s["split"]
             if self._is_look:
                 loss_s = predicted_s[arm] - least_s

@@ -3,6 +3,9 @@
     python -m benchmarks.cpu_experts               a table
     python -m benchmarks.cpu_experts --quick       fewer cases, within 50 s
     python -m benchmarks.cpu_experts --json        one JSON object on stdout
+    python -m benchmarks.cpu_experts --processor-time
+                                                   rates per second of processor time and thread,
+                                                   for a machine that others use meanwhile
 
 Experts lie in a segment like a store's, larger than any cache by far, and are visited far apart.
 Each call computes eight of them, as a layer-step of decode does, with all its rows in each. The
@@ -96,7 +99,9 @@ def main() -> int:
         return 2
     rows = []
     with Memory() as memory:
-        gflops = {n: torch_gflops(n) for n in {case.threads for case in _cases(args)}}
+        gflops = {
+            n: torch_gflops(n, _stopwatch(args, n)) for n in {case.threads for case in _cases(args)}
+        }
         for number, case in enumerate(_cases(args)):
             progress.print(f"{number + 1} of {len(_cases(args))}: {case}", style="dim")
             memory.fill(_layout_of(case))
@@ -126,6 +131,11 @@ def _parse() -> argparse.Namespace:
         "--quick", action="store_true", help="within 50 s: fewer formats and shapes"
     )
     parser.add_argument("--max-isa", choices=get_args(MaxIsa)[1:], default="best")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="count the processor's time instead of the clock's: others may use the machine",
+    )
     parser.add_argument("--threads", type=int, nargs="+", metavar="N", help="default: 1 and all")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, metavar="FORMAT")
     args = parser.parse_args()
@@ -180,7 +190,14 @@ class Memory:
             self._filled = filled
 
 
-def torch_gflops(num_threads: int) -> float:
+def _stopwatch(args: argparse.Namespace, num_threads: int) -> Callable[[], float]:
+    """Seconds since some moment: of the clock, or of a processor whose work `num_threads` share."""
+    if not args.processor_time:
+        return time.perf_counter
+    return lambda: time.process_time() / num_threads
+
+
+def torch_gflops(num_threads: int, now_s: Callable[[], float] = time.perf_counter) -> float:
     """torch's best rate for a large product, float32 or bfloat16, in 1e9 operations per second."""
     torch.set_num_threads(num_threads)
     rows, inputs, outputs = _PRODUCT
@@ -189,9 +206,9 @@ def torch_gflops(num_threads: int) -> float:
         a, b = torch.randn(num_rows, inputs).to(dtype), torch.randn(inputs, outputs).to(dtype)
         best_s = float("inf")
         for _ in range(3):
-            started_s = time.perf_counter()
+            started_s = now_s()
             torch.mm(a, b)
-            best_s = min(best_s, time.perf_counter() - started_s)
+            best_s = min(best_s, now_s() - started_s)
         return 2 * num_rows * inputs * outputs / best_s / 1e9
 
     # Where the processor has nothing for bfloat16, a large product would take seconds.
@@ -241,14 +258,15 @@ def measure(case: Case, blocks: torch.Tensor, args: argparse.Namespace, gflops: 
         "torch": run(compute_with_torch, 1),
     }
     rates: dict[str, list[float]] = {name: [] for name in works}
+    now_s = _stopwatch(args, case.threads)
     with torch.inference_mode():
         for _ in range(args.rounds):
             for name, work in works.items():
-                num_bytes, started_s = 0, time.perf_counter()
-                while (elapsed_s := time.perf_counter() - started_s) < args.slice_s:
+                num_bytes, started_s, began_s = 0, time.perf_counter(), now_s()
+                while not num_bytes or time.perf_counter() - started_s < args.slice_s:
                     num_bytes += work(turns[name])
                     turns[name] += 1
-                rates[name].append(num_bytes / elapsed_s / 1e9)
+                rates[name].append(num_bytes / (now_s() - began_s) / 1e9)
     native.close()
     ceiling_gbps, gbps, torch_gbps = (statistics.median(found) for found in rates.values())
     hidden, intermediate, _ = case.shape

@@ -55,7 +55,7 @@ from expert_store.reading import (
     write_all,
 )
 from expert_store.reports import Inspection, Loaded, Progress, QuantisationErrors
-from expert_store.segment import size_segment
+from expert_store.segment import populate_huge_pages, size_segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -180,6 +180,17 @@ def load(plan: Plan, fd: int, report: Callable[[Progress], None]) -> Loaded:
     used_bytes = layout.total_bytes + plan.dense_bytes + WORKING_BYTES
     spare_bytes = room.available_bytes - used_bytes
     started = time.monotonic()
+    huge_page_bytes = populate_huge_pages(
+        fd,
+        lambda done_bytes: report(
+            Progress(
+                0,
+                plan.total_bytes,
+                f"making room in huge pages: {done_bytes / 1e9:.1f} of"
+                f" {layout.total_bytes / 1e9:.1f} GB",
+            )
+        ),
+    )
     files = SourceFiles(plan.checkpoint, drop_cache=spare_bytes < 2 * plan.total_bytes)
     try:
         errors = _Run(plan, fd, files).run(report)
@@ -187,7 +198,7 @@ def load(plan: Plan, fd: int, report: Callable[[Progress], None]) -> Loaded:
         files.close()
     write_all(fd, memoryview(encode_header(layout)), 0)
     seconds = max(time.monotonic() - started, 1e-9)
-    return Loaded(layout, seconds, plan.total_bytes / seconds, errors)
+    return Loaded(layout, seconds, plan.total_bytes / seconds, errors, huge_page_bytes)
 
 
 class _Run:

@@ -53,6 +53,8 @@ class Loaded(msgspec.Struct, frozen=True, tag="done", tag_field="type"):
     """Checkpoint bytes read per second."""
     errors: QuantisationErrors | None = None
     """None when no value was changed."""
+    huge_page_bytes: int = 0
+    """How much of the store the kernel has put into huge pages."""
 
 
 class Inspection(msgspec.Struct, frozen=True, tag="inspection", tag_field="type", kw_only=True):

@@ -6,6 +6,8 @@ vanishes with the last process that holds it, whatever kills them. Its life:
     parent   fd = create_segment(name)        empty
     loader   size_segment(fd, total_bytes)    sized, then sealed: it can neither shrink nor grow
                                               any more, so no reader can meet SIGBUS
+    loader   populate_huge_pages(fd)          where the kernel gives such pages to shared memory
+    loader   populate_huge_pages(fd, told)    where the kernel has such pages for shared memory
     loader   SegmentMap(fd, writable=True)    writes blocks, and the header last: a half-loaded
                                               store does not decode
     workers  StoreView(fd)                    read-only view of blocks and tensors
@@ -37,6 +39,7 @@ from expert_store.layout import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
 NUMPY_DTYPE: dict[TensorDtype, type[np.generic]] = {
@@ -47,6 +50,11 @@ NUMPY_DTYPE: dict[TensorDtype, type[np.generic]] = {
 }
 
 _SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_OWN_COUNTERS = Path("/proc/self/smaps_rollup")
+_MADV_POPULATE_WRITE = 23  # not in the mmap module; asm-generic/mman-common.h
+_POPULATED_AT_ONCE = 256 * 1024 * 1024
+_MADV_POPULATE_WRITE = 23  # not in the mmap module; asm-generic/mman-common.h
+_POPULATED_AT_ONCE = 256 * 1024 * 1024
 
 
 def create_segment(name: str) -> int:
@@ -69,8 +77,48 @@ def huge_pages_enabled(setting: Path = _SHMEM_HUGE_PAGES) -> bool:
     return chosen in ("always", "advise", "within_size", "force")
 
 
+def populate_huge_pages(
+    fd: int,
+    told: Callable[[int], None],
+    *,
+    setting: Path = _SHMEM_HUGE_PAGES,
+    counters: Path = _OWN_COUNTERS,
+) -> int:
+    """Put an empty segment into huge pages, as far as the kernel has them; returns their bytes.
+
+    The kernel gives them only where memory is first touched through a mapping that asked for them:
+    what a write() touches first is in small pages for good. Does nothing where huge pages are
+    switched off for shared memory, or where the kernel cannot populate a mapping; nothing is lost
+    by that but speed. ``told`` hears how many bytes are done, ascending.
+    """
+    if not huge_pages_enabled(setting):
+        return 0
+    num_bytes = os.fstat(fd).st_size
+    before_bytes = _huge_bytes_mapped(counters)
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    with mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=protection) as region:
+        try:
+            region.madvise(mmap.MADV_HUGEPAGE)
+            for start in range(0, num_bytes, _POPULATED_AT_ONCE):
+                count = min(_POPULATED_AT_ONCE, num_bytes - start)
+                region.madvise(_MADV_POPULATE_WRITE, start, count)
+                told(start + count)
+        except OSError:
+            pass  # no such call, or no memory: what is missing comes in small pages, by writing
+        return _huge_bytes_mapped(counters) - before_bytes
+
+
+def _huge_bytes_mapped(counters: Path) -> int:
+    """Shared memory that this process has mapped in huge pages; 0 where the kernel does not say."""
+    with contextlib.suppress(OSError):
+        for line in counters.read_text().splitlines():
+            if line.startswith("ShmemPmdMapped:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
 class SegmentMap:
-    """A mapping of the whole segment. ``has_huge_pages`` tells whether the kernel granted them."""
+    """A mapping of the whole segment. ``has_huge_pages`` tells whether the kernel gives them."""
 
     def __init__(self, fd: int, *, writable: bool = False) -> None:
         num_bytes = os.fstat(fd).st_size

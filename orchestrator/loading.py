@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import sys
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from protocol.errors import EXIT_USER_ERROR, UserError
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+log = logging.getLogger("headrace")
 
 #: A layout of a very large model, as JSON, stays far below this.
 _MAX_LINE_BYTES = 1 << 20
@@ -49,6 +52,11 @@ async def load_store(
     report = await _run([*arguments, "--fd", str(fd)], (fd,), on_progress)
     if not isinstance(report, Loaded):
         raise LoaderFault("the loader answered something else")
+    log.info(
+        "%.2f of the experts' %.2f GB lie in huge pages",
+        report.huge_page_bytes / 1e9,
+        report.layout.total_bytes / 1e9,
+    )
     return report
 
 

@@ -97,14 +97,14 @@ bool run_packed_linear(const DenseRun& run, const HrOp& op) {
         rows[r] = {nullptr, nullptr, nullptr, to};
         if (!has_codes) continue;
         rows[r] = {codes + r * width, scales + r * num_groups, sums + r * num_groups, to};
-        run.packed.quantise(to, num_groups, format.group_size, codes + r * width,
-                            scales + r * num_groups, sums + r * num_groups);
+        quantise_row(run.packed, format, to, num_groups, codes + r * width,
+                     scales + r * num_groups, sums + r * num_groups);
     }
     const int64_t tile_bytes = packed_tile_bytes(format, depth);
     const int64_t num_tiles = (outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
     const int64_t wanted = std::max<int64_t>(JOB_TILE_BYTES / tile_bytes, 1);
     PackedLinearJob job{run, op, format, reinterpret_cast<const char*>(op.m), tile_bytes,
-                        std::min<int64_t>({round_up(wanted, 4), num_tiles,
+                        std::min<int64_t>({round_up(wanted, 8), num_tiles,
                                            MAX_OUTPUTS / TILE_OUTPUTS}),
                         rows};
     run.pool.threads.run((num_tiles + job.tiles_per_job_tile - 1) / job.tiles_per_job_tile,

@@ -35,6 +35,7 @@ struct KernelSet {
     const char* name;
     const Kernels* plain;
     const PackedKernels* packed;
+    const Gates* gates;
 };
 
 #if defined(HR_HAS_X86)
@@ -55,30 +56,34 @@ bool may_use_amx() {
 
 // Ascending. A set that only some formats gain by takes the others' kernels from the one below.
 std::vector<KernelSet> find_kernels() {
-    std::vector<KernelSet> found{{"scalar", &scalar_kernels, &scalar_packed}};
+    std::vector<KernelSet> found{
+        {"scalar", &scalar_kernels, &scalar_packed, &scalar_gates}};
     [[maybe_unused]] const auto add = [&found](const char* name, const Kernels& plain,
-                                               const PackedKernels& packed) {
-        if (has_scalar_bits(plain) && has_scalar_bits(packed))
-            found.push_back({name, &plain, &packed});
+                                               const PackedKernels& packed, const Gates& gates) {
+        if (has_scalar_bits(plain) && has_scalar_bits(packed) && has_scalar_bits(gates))
+            found.push_back({name, &plain, &packed, &gates});
     };
 #if defined(HR_HAS_X86)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
         __builtin_cpu_supports("f16c")) {
-        add("avx2", avx2_kernels, avx2_packed);
+        add("avx2", avx2_kernels, avx2_packed, avx2_gates);
         if (__builtin_cpu_supports("avx512f")) {
-            add("avx512", avx512_kernels, avx2_packed);
-            if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni")) {
+            const bool has_words =
+                __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+            add("avx512", avx512_kernels, has_words ? avx512_words_packed : avx2_packed,
+                avx512_gates);
+            if (has_words && __builtin_cpu_supports("avx512vbmi") &&
+                __builtin_cpu_supports("avx512vnni")) {
 
-                add("avx512_vnni", avx512_kernels, avx512_packed);
-                if (may_use_amx()) add("amx", avx512_kernels, amx_packed);
+                add("avx512_vnni", avx512_kernels, avx512_packed, avx512_gates);
+                if (may_use_amx()) add("amx", avx512_kernels, amx_packed, avx512_gates);
             }
         }
     }
 #endif
 #if defined(HR_HAS_NEON)
-    add("neon", neon_kernels, neon_packed);
+    add("neon", neon_kernels, neon_packed, scalar_gates);
 #endif
     return found;
 }
@@ -106,26 +111,27 @@ struct ReadJob {
     std::atomic<uint64_t> checksum{0};
 };
 
-constexpr int64_t READ_TILE_BYTES = 1024 * 1024;
+// So many streams keep more of memory busy than fewer, and an odd number of lines apart they do not
+// push each other out of a cache.
+constexpr int NUM_STREAMS = 16;
+constexpr int64_t READ_TILE_BYTES = NUM_STREAMS * 1021 * 64;
 
 void read_tile(void* context, int64_t tile) {
     ReadJob& job = *static_cast<ReadJob*>(context);
     const int64_t begin = tile * READ_TILE_BYTES;
-    constexpr int NUM_STREAMS = 4;
     const int64_t stream_bytes =
         std::min(READ_TILE_BYTES, job.num_bytes - begin) / (64 * NUM_STREAMS) * 64;
     const char* data = job.data + begin;
-    uint64_t sums[8] = {};
+    // One word of each line: what takes time is the line's way from memory.
+    uint64_t total = 0;
     for (int64_t i = 0; i < stream_bytes; i += 64)
         for (int stream = 0; stream < NUM_STREAMS; stream++) {
             const char* line = data + stream * stream_bytes + i;
-            uint64_t words[8];
-            memcpy(words, line, sizeof words);
-            __builtin_prefetch(line + 512, 0, 3);
-            for (int j = 0; j < 8; j++) sums[j] += words[j];
+            uint64_t word;
+            memcpy(&word, line, sizeof word);
+            __builtin_prefetch(line + 1024, 0, 3);
+            total += word;
         }
-    uint64_t total = 0;
-    for (const uint64_t sum : sums) total += sum;
     job.checksum.fetch_add(total, std::memory_order_relaxed);
 }
 
@@ -167,9 +173,9 @@ int32_t hr_run(HrPool* pool, const HrForm* form, int32_t isa, const HrStep* step
         const KernelSet& kernels = all_kernels()[size_t(isa)];
         PackedFormat format;
         if (form->kind == HR_PLAIN)
-            run_plain_step(*pool, *form, *kernels.plain, *step);
+            run_plain_step(*pool, *form, *kernels.plain, *kernels.gates, *step);
         else if (find_packed_format(*form, format))
-            run_packed_step(*pool, *form, format, *kernels.packed, *step);
+            run_packed_step(*pool, *form, format, *kernels.packed, *kernels.gates, *step);
         return 0;
     } catch (const std::bad_alloc&) {
         return 1;

@@ -30,7 +30,7 @@ enum HrScale : int32_t {
 // In the order of expert_store.layout.GateKind's description.
 enum HrGate : int32_t { HR_ACT_MUL = 0, HR_CLAMPED_ACT_MUL = 1, HR_ALPHA_SWIGLU = 2, HR_ACT = 3 };
 
-// Activations by the names that transformers gives them; see gates.cpp for the formulas.
+// Activations by the names that transformers gives them; see gates_template.h for the formulas.
 enum HrActivation : int32_t {
     HR_GELU = 0,
     HR_GELU_10,
@@ -122,5 +122,6 @@ struct HrWeightedSum {
 // Returns 0, or 2 when a dtype is none.
 HR_EXPORT int32_t hr_weighted_sum(const HrWeightedSum* sum);
 
-// Read num_bytes at `data` with all threads of the pool and return a checksum: the read ceiling.
+// Bring num_bytes at `data` from memory with all threads of the pool, as fast as can be, and return
+// a checksum of some: the read ceiling.
 HR_EXPORT uint64_t hr_read(HrPool* pool, const void* data, int64_t num_bytes);

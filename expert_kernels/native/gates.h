@@ -18,15 +18,26 @@ struct GateRow {
     int32_t count;
 };
 
-// Rounds where torch's own operations round to the form's dtype: after the product (and, for
-// transposed weights, whose bias is added apart, after the bias again) and after every operation
-// of the gate.
-void apply_gate(const HrForm& form, const GateRow& row);
+struct Gates {
+    // Rounds where torch's own operations round to the form's dtype: after the product (and, for
+    // transposed weights, whose bias is added apart, after the bias again) and after every
+    // operation of the gate.
+    void (*apply_gate)(const HrForm& form, const GateRow& row);
+    // A row of the second projection: sums and bias to the result, rounded to the dtype, as
+    // float32.
+    void (*finish_row)(const HrForm& form, const float* sums, const char* bias, float* out,
+                       int64_t count);
+    // `count` values of the form's dtype to float32.
+    void (*widen_row)(int32_t dtype, const char* source, float* target, int64_t count);
+};
 
-// A row of the second projection: sums and bias to the result, rounded to the dtype, as float32.
-void finish_row(const HrForm& form, const float* sums, const char* bias, float* out, int64_t count);
+// Whether these give the scalar ones' bits on this machine (self_check.cpp).
+bool has_scalar_bits(const Gates& gates);
 
-// `count` values of the form's dtype to float32.
-void widen_row(int32_t dtype, const char* source, float* target, int64_t count);
+extern const Gates scalar_gates;
+#if defined(HR_HAS_X86)
+extern const Gates avx2_gates;
+extern const Gates avx512_gates;
+#endif
 
 int64_t item_bytes(int32_t dtype);

@@ -92,6 +92,8 @@ __attribute__((always_inline)) inline void dot_outputs(const Product& p, int out
         for (; row + V::ROWS <= p.num_rows; row += V::ROWS)
             for (int r = 0; r < R; r += V::OUTPUTS_OF_ROWS)
                 dot_tile<V, D, V::OUTPUTS_OF_ROWS, V::ROWS>(p, output + r * apart, apart, row);
+        if constexpr (V::ROWS > 2)
+            for (; row + 2 <= p.num_rows; row += 2) dot_tile<V, D, R, 2>(p, output, apart, row);
     }
     for (; row < p.num_rows; row++) dot_tile<V, D, R, 1>(p, output, apart, row);
 }

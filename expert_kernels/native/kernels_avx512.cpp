@@ -11,7 +11,7 @@ namespace {
 
 struct Avx512 {
     static constexpr int LANES = 16;
-    static constexpr int OUTPUTS = 4;
+    static constexpr int OUTPUTS = 8;
     static constexpr int OUTPUTS_OF_ROWS = 4;
     static constexpr int ROWS = 4;
     using Reg = __m512;

@@ -50,7 +50,7 @@ int64_t packed_tile_bytes(const PackedFormat& format, int64_t depth);
 // groups * group_size too, zeros beyond the row's end.
 struct PackedRow {
     const int16_t* codes;
-    const float* scales;  // per group
+    const float* scales;  // per group; for e4m3 scales, which kernels take / 256, times 256
     const int32_t* sums;  // per group: of its codes
     const float* values;
 };
@@ -76,12 +76,22 @@ struct PackedKernels {
                      float* scales, int32_t* sums);
 };
 
+// A row as PackedRow describes it, for weights of that format: what callers of `multiply` use.
+inline void quantise_row(const PackedKernels& kernels, const PackedFormat& format,
+                         const float* values, int64_t num_groups, int16_t* codes, float* scales,
+                         int32_t* sums) {
+    kernels.quantise(values, num_groups, format.group_size, codes, scales, sums);
+    if (format.scale == HR_SCALE_E4M3)
+        for (int64_t group = 0; group < num_groups; group++) scales[group] *= 256.0f;
+}
+
 // Whether these give the scalar kernels' bits on this machine (self_check.cpp).
 bool has_scalar_bits(const PackedKernels& kernels);
 
 extern const PackedKernels scalar_packed;
 #if defined(HR_HAS_X86)
 extern const PackedKernels avx2_packed;
+extern const PackedKernels avx512_words_packed;
 extern const PackedKernels avx512_packed;
 extern const PackedKernels amx_packed;
 #endif

@@ -9,7 +9,9 @@ namespace {
 struct Avx2 {
     static constexpr int LANES = 8;
     static constexpr bool HAS_BYTE_PRODUCTS = false;
+    static constexpr bool KNOWS_SIZES = false;
     static constexpr int TILES = 1;
+    static constexpr int FLOAT_TILES = 1;
     static constexpr int ROWS = 2;
     static constexpr int FLOAT_ROWS = 1;
     using Int = __m256i;
@@ -95,7 +97,7 @@ struct Avx2 {
                     _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))), 8);
                 const __m128i halves =
                     _mm_and_si128(_mm_srai_epi16(words, 1), _mm_set1_epi16(short(0xbf80)));
-                return multiply(_mm256_cvtph_ps(halves), 256.0f);
+                return _mm256_cvtph_ps(halves);
             }
         }
     }

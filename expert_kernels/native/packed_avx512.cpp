@@ -1,38 +1,23 @@
 // AVX-512 with BW, VL, VNNI and VBMI: a line is one register.
 
-#include <immintrin.h>
-
-#include "packed_template.h"
+#include "packed_avx512.h"
 
 namespace {
 
-struct Avx512 {
-    static constexpr int LANES = 16;
+struct Avx512 : Avx512Lines {
     static constexpr bool HAS_BYTE_PRODUCTS = true;
-    static constexpr int TILES = 4;
     static constexpr int ROWS = 8;
-    static constexpr int FLOAT_ROWS = 4;
-    using Int = __m512i;
-    using Words = __m512i;
-    using Float = __m512;
-    using Table = __m512i;
 
-    static Int zero_int() { return _mm512_setzero_si512(); }
-    static Float zero_float() { return _mm512_setzero_ps(); }
-    static __m512i line(const char* at) { return _mm512_loadu_si512(at); }
-    __attribute__((always_inline)) static void prefetch(const char* address) { _mm_prefetch(address, _MM_HINT_T0); }
-
-    static Table table(const int8_t* values) {
-        return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
-    }
+    // A lookup takes the lower six bits of an index, of which the table ignores the upper two.
     template <bool IS_LOOKED_UP>
     static void decode4(const char* at, const Table& table, Words (&w)[2]) {
-        const __m512i codes = line(at), mask = _mm512_set1_epi8(15);
-        w[0] = _mm512_and_si512(codes, mask);
-        w[1] = _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask);
+        const __m512i codes = line(at), high = _mm512_srli_epi16(codes, 4);
         if constexpr (IS_LOOKED_UP) {
-            w[0] = _mm512_shuffle_epi8(table, w[0]);
-            w[1] = _mm512_shuffle_epi8(table, w[1]);
+            w[0] = _mm512_permutexvar_epi8(codes, table);
+            w[1] = _mm512_permutexvar_epi8(high, table);
+        } else {
+            w[0] = _mm512_and_si512(codes, _mm512_set1_epi8(15));
+            w[1] = _mm512_and_si512(high, _mm512_set1_epi8(15));
         }
     }
     static void decode8(const char* at, Words (&w)[1]) {
@@ -104,47 +89,13 @@ struct Avx512 {
         memcpy(&four, quad, sizeof four);
         return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(four));
     }
-    static Int combine(Int upper, Int lower, int32_t offset) {
-        return _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(upper, 8), lower),
-                                _mm512_set1_epi32(offset));
+    static Int combine(Int upper, Int lower) {
+        return _mm512_add_epi32(_mm512_slli_epi32(upper, 8), lower);
     }
-    static Int minus(Int sum, const char* zeros, int32_t count) {
-        const __m512i zero =
-            _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
-        return _mm512_sub_epi32(sum, _mm512_mullo_epi32(zero, _mm512_set1_epi32(count)));
+    template <int BITS>
+    static Int less(Int sum, int32_t count) {
+        return _mm512_sub_epi32(sum, _mm512_slli_epi32(_mm512_set1_epi32(count), BITS));
     }
-    static Float to_float(Int value) { return _mm512_cvtepi32_ps(value); }
-    static Float load(const char* from) { return _mm512_loadu_ps(from); }
-    static Float scale(int kind, const char* from) {
-        switch (kind) {
-            case HR_SCALE_FLOAT32: return load(from);
-            case HR_SCALE_FLOAT16:
-                return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-            case HR_SCALE_BFLOAT16:
-                return _mm512_castsi512_ps(_mm512_slli_epi32(
-                    _mm512_cvtepu16_epi32(
-                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))),
-                    16));
-            case HR_SCALE_E8M0:
-                return _mm512_castsi512_ps(_mm512_slli_epi32(
-                    _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))),
-                    23));
-            default: {
-                const __m256i words = _mm256_slli_epi16(
-                    _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))),
-                    8);
-                const __m256i halves =
-                    _mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16(short(0xbf80)));
-                return multiply(_mm512_cvtph_ps(halves), 256.0f);
-            }
-        }
-    }
-    static Float multiply(Float a, float b) { return _mm512_mul_ps(a, _mm512_set1_ps(b)); }
-    static Float multiply(Float a, Float b) { return _mm512_mul_ps(a, b); }
-    static Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
-    static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
-    static Float fma(Float a, float b, Float c) { return _mm512_fmadd_ps(a, _mm512_set1_ps(b), c); }
-    static void store(float* to, Float value) { _mm512_storeu_ps(to, value); }
 };
 
 }  // namespace

@@ -9,7 +9,9 @@ namespace {
 struct Neon {
     static constexpr int LANES = 4;
     static constexpr bool HAS_BYTE_PRODUCTS = false;
+    static constexpr bool KNOWS_SIZES = false;
     static constexpr int TILES = 1;
+    static constexpr int FLOAT_TILES = 1;
     static constexpr int ROWS = 2;
     static constexpr int FLOAT_ROWS = 1;
     using Int = int32x4_t;
@@ -86,7 +88,7 @@ struct Neon {
         if (kind == HR_SCALE_E8M0) return vreinterpretq_f32_u32(vshlq_n_u32(wide, 23));
         const int16x4_t words = vreinterpret_s16_u16(vshl_n_u16(vmovn_u32(wide), 8));
         const int16x4_t halves = vand_s16(vshr_n_s16(words, 1), vdup_n_s16(int16_t(0xbf80)));
-        return multiply(vcvt_f32_f16(vreinterpret_f16_s16(halves)), 256.0f);
+        return vcvt_f32_f16(vreinterpret_f16_s16(halves));
     }
     static Float multiply(Float a, float b) { return vmulq_n_f32(a, b); }
     static Float multiply(Float a, Float b) { return vmulq_f32(a, b); }

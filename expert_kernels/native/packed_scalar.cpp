@@ -8,7 +8,9 @@ namespace {
 struct Scalar {
     static constexpr int LANES = 1;
     static constexpr bool HAS_BYTE_PRODUCTS = false;
+    static constexpr bool KNOWS_SIZES = false;
     static constexpr int TILES = 1;
+    static constexpr int FLOAT_TILES = 1;
     static constexpr int ROWS = 1;
     static constexpr int FLOAT_ROWS = 1;
     using Int = int32_t;
@@ -66,7 +68,7 @@ struct Scalar {
             case HR_SCALE_FLOAT16: memcpy(&half, from, 2); return float_of_float16(half);
             case HR_SCALE_BFLOAT16: memcpy(&half, from, 2); return float_of_bfloat16(half);
             case HR_SCALE_E8M0: return float_of_bits(uint32_t(byte(from, 0)) << 23);
-            default: return fp8(byte(from, 0)) * 256.0f;
+            default: return fp8(byte(from, 0));
         }
     }
     static Float multiply(Float a, float b) { return a * b; }

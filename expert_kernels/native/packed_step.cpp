@@ -3,7 +3,6 @@
 // Integer formats take their rows as 16-bit codes (packed.h): the hidden rows are quantised before
 // the job, an expert's intermediate rows by whoever computes the last tile of its first projection.
 
-#include "gates.h"
 #include "step_job.h"
 
 namespace {
@@ -13,13 +12,14 @@ constexpr int64_t LEAST_TILE_BYTES = 48 * 1024;
 constexpr int64_t MOST_TILE_BYTES = 256 * 1024;
 constexpr int64_t TILES_PER_THREAD = 8;
 constexpr int MAX_UNITS = 256;
-constexpr int STREAMS = 4;  // the kernels read up to so many of the matrix's tiles side by side
+constexpr int STREAMS = 8;  // the kernels read up to so many of the matrix's tiles side by side
 constexpr int ROWS_PER_PASS = 64;
 
 struct PackedJob {
     const HrForm& form;
     const PackedFormat& format;
     const PackedKernels& kernels;
+    const Gates& gates;
     const HrStep& step;
     std::vector<Expert> experts;
     std::unique_ptr<std::atomic<int32_t>[]> num_missing;  // first tiles, + 1 until quantised
@@ -61,9 +61,9 @@ PackedRow* lay_out_rows(RowScratch& scratch, const PackedFormat& format, int64_t
 // The row's memory is the job's own scratch, which PackedRow shows to the kernels as constant.
 void quantise_row(const PackedJob& job, const PackedRow& row, int64_t depth) {
     if (job.has_codes())
-        job.kernels.quantise(row.values, depth / job.format.group_size, job.format.group_size,
-                             const_cast<int16_t*>(row.codes), const_cast<float*>(row.scales),
-                             const_cast<int32_t*>(row.sums));
+        quantise_row(job.kernels, job.format, row.values, depth / job.format.group_size,
+                     const_cast<int16_t*>(row.codes), const_cast<float*>(row.scales),
+                     const_cast<int32_t*>(row.sums));
 }
 
 void multiply(const PackedJob& job, const PackedProduct& product) {
@@ -85,7 +85,7 @@ void gate_units(const PackedJob& job, const Expert& expert, const float* sums, f
         row.bias_up_begin = form.intermediate_size;
         row.out = out + done;
         row.count = int32_t(std::min<int64_t>(TILE_OUTPUTS, count - done));
-        apply_gate(form, row);
+        job.gates.apply_gate(form, row);
     }
 }
 
@@ -148,9 +148,9 @@ void run_down_tile(PackedJob& job, size_t number, int64_t tile) {
         product.rows = job.middle + pair;
         multiply(job, product);
         for (int m = 0; m < product.num_rows; m++)
-            finish_row(form, sums + m * MAX_UNITS, bias,
-                       job.step.places + job.step.place_ids[pair + m] * form.hidden_size + begin,
-                       count);
+            job.gates.finish_row(
+                form, sums + m * MAX_UNITS, bias,
+                job.step.places + job.step.place_ids[pair + m] * form.hidden_size + begin, count);
     }
 }
 
@@ -175,10 +175,10 @@ int32_t outputs_per_tile(int64_t wanted_bytes, int64_t tile_bytes, int64_t ways,
 }  // namespace
 
 void run_packed_step(HrPool& pool, const HrForm& form, const PackedFormat& format,
-                     const PackedKernels& kernels, const HrStep& step) {
-    PackedJob job{form,    format, kernels, step, chosen_experts(step), nullptr, nullptr, nullptr,
-                  nullptr, 0,      0,       0,    0,                    0,       0,       0,
-                  0};
+                     const PackedKernels& kernels, const Gates& gates, const HrStep& step) {
+    PackedJob job{form,    format,  kernels, gates, step, chosen_experts(step), nullptr, nullptr,
+                  nullptr, nullptr, 0,       0,     0,    0,                    0,       0,
+                  0,       0};
     if (job.experts.empty()) return;
     job.ways = form.has_gate ? 2 : 1;
     job.first_bytes = packed_tile_bytes(format, form.hidden_size);
@@ -210,8 +210,8 @@ void run_packed_step(HrPool& pool, const HrForm& form, const PackedFormat& forma
     const int64_t row_bytes = form.hidden_size * item_bytes(form.dtype);
     float* values = pool.hidden.values.items(0);
     for (int64_t row = 0; row < num_rows; row++, values += hidden_depth) {
-        widen_row(form.dtype, static_cast<const char*>(step.hidden) + row * row_bytes, values,
-                  form.hidden_size);
+        gates.widen_row(form.dtype, static_cast<const char*>(step.hidden) + row * row_bytes, values,
+                        form.hidden_size);
         std::fill(values + form.hidden_size, values + hidden_depth, 0.0f);
         quantise_row(job, hidden[row], hidden_depth);
     }

@@ -2,7 +2,8 @@
 // in an unnamed namespace for the reason that kernel_template.h gives.
 //
 // P offers LANES (dwords of a line that one register holds), ROWS and FLOAT_ROWS (rows whose sums
-// are kept at once), TILES (tiles at once for a single row), the types Int, Words, Float, Table, and
+// are kept at once), TILES and FLOAT_TILES (tiles at once for a single row), the types Int, Words,
+// Float, Table, and
 //
 //   table(values)          from 16 values of a byte each
 //   decode_fp8(line, w)    4 inputs: w[j] is weight k+j / 256, as float32
@@ -17,12 +18,16 @@
 //   dot(sum, w, pair)      sum + w.low * pair[0] + w.high * pair[1]
 //
 // or, with it, whose codes are bytes, all upper ones of the group and then all lower ones, each with
-// a sign (code = 256 * upper + lower), and weights are bytes without one, BYTE_OFFSET too large:
+// a sign (code = 256 * upper + lower), and weights are bytes without one, 2^OFFSET_BITS too large:
 //
 //   decode4(line, t, w)    8 inputs: w[0] k .. k+3  w[1] k+4 .. k+7, looked up if IS_E2M1
 //   decode8(line, w)       4 inputs
 //   dot(sum, w, quad)      sum + w.byte0 * quad[0] + ... + w.byte3 * quad[3]
-//   combine(upper, lower, n)   256 * upper + lower - n
+//   combine(upper, lower)  256 * upper + lower
+//   less(sum, n)           sum - 2^OFFSET_BITS * n
+//
+// Loops over tiles, rows and parts of a line are written out by `each`: a compiler that keeps such
+// a loop keeps its sums in memory instead of registers.
 #pragma once
 
 #include <cstdint>
@@ -43,119 +48,148 @@ template <int KIND>
 constexpr bool HAS_BYTES = KIND == HR_INT8 || KIND == HR_FP8;
 template <int KIND>
 constexpr bool IS_E2M1 = KIND == HR_MXFP4 || KIND == HR_NVFP4;
-// For byte products: what makes weights positive.
-constexpr int8_t E2M1_OFFSET[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+// For byte products: what makes weights positive, 2 to the power of OFFSET_BITS.
+constexpr int8_t E2M1_OFFSET[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
 template <int KIND>
-constexpr int BYTE_OFFSET = KIND == HR_INT8 ? 128 : KIND == HR_INT4 ? 8 : 12;
+constexpr int OFFSET_BITS = KIND == HR_INT8 ? 7 : KIND == HR_INT4 ? 3 : 4;
 template <int KIND>
 constexpr int INPUTS_PER_LINE = HAS_BYTES<KIND> ? 4 : 8;
 
+template <int I>
+struct Number {
+    constexpr operator int() const { return I; }
+};
+
+// f(0), f(1), ..., f(N - 1), each number a constant.
+template <int N, int I = 0, class F>
+__attribute__((always_inline)) inline void each(const F& f) {
+    if constexpr (I < N) {
+        f(Number<I>{});
+        each<N, I + 1>(f);
+    }
+}
+
+#define HR_EACH(name) [&](auto name) __attribute__((always_inline))
+
+// Sizes that the compiler knows make the loops over a group's lines short and straight; 0 and -1
+// stand for what only the format says.
+template <int KIND_, int GROUP_SIZE_, int SCALE_>
+struct Known {
+    static constexpr int KIND = KIND_;
+    static constexpr int LINES_AT_ONCE = KIND == HR_NVFP4 ? 2 : 4;
+
+    static int group_size(const PackedFormat& format) {
+        return GROUP_SIZE_ ? GROUP_SIZE_ : format.group_size;
+    }
+    static int scale(const PackedFormat& format) { return SCALE_ >= 0 ? SCALE_ : format.scale; }
+};
+
 // The products of one group of T tiles and M rows, as integers; for byte products still with the
 // offsets of the weights where there are zero points.
-template <class P, int KIND, int T, int M>
+template <class P, class K, int T, int M>
 __attribute__((always_inline)) inline void sum_words(
     const typename P::Table& table, const char* const (&codes)[T], const PackedRow* rows,
     int64_t group, int group_size, typename P::Int (&found)[T][M][TILE_OUTPUTS / P::LANES]) {
-    constexpr int PARTS = TILE_OUTPUTS / P::LANES;
+    constexpr int KIND = K::KIND, PARTS = TILE_OUTPUTS / P::LANES;
     const int num_lines = group_size / INPUTS_PER_LINE<KIND>;
     const int16_t* x[M];
     for (int m = 0; m < M; m++) x[m] = rows[m].codes + group * group_size;
-    for (auto& of_tile : found)
-        for (auto& of_row : of_tile)
-            for (auto& part : of_row) part = P::zero_int();
+    each<T * M * PARTS>(
+        HR_EACH(i) { found[i / PARTS / M][i / PARTS % M][i % PARTS] = P::zero_int(); });
     for (int line = 0; line < num_lines; line++)
-        for (int t = 0; t < T; t++) {
+        each<T>(HR_EACH(t) {
             const char* at = codes[t] + line * LINE_BYTES;
             P::prefetch(at + PACKED_PREFETCH_BYTES);
-            for (int v = 0; v < PARTS; v++) {
+            each<PARTS>(HR_EACH(v) {
                 const char* part = at + v * P::LANES * 4;
-                if constexpr (HAS_BYTES<KIND>) {
-                    typename P::Words w[2];
+                constexpr int PAIRS = HAS_BYTES<KIND> ? 2 : 4;
+                constexpr int PAIR[4] = {0, HAS_BYTES<KIND> ? 2 : 4, 2, 6};
+                typename P::Words w[PAIRS];
+                if constexpr (HAS_BYTES<KIND>)
                     P::decode8(part, w);
-                    for (int m = 0; m < M; m++)
-                        for (int j = 0; j < 2; j++)
-                            found[t][m][v] = P::dot(found[t][m][v], w[j], x[m] + line * 4 + j * 2);
-                } else {
-                    constexpr int PAIR[4] = {0, 4, 2, 6};
-                    typename P::Words w[4];
+                else
                     P::decode4(part, table, w);
-                    for (int m = 0; m < M; m++)
-                        for (int j = 0; j < 4; j++)
-                            found[t][m][v] =
-                                P::dot(found[t][m][v], w[j], x[m] + line * 8 + PAIR[j]);
-                }
-            }
-        }
+                each<M * PAIRS>(HR_EACH(i) {
+                    constexpr int m = i / PAIRS, j = i % PAIRS;
+                    found[t][m][v] =
+                        P::dot(found[t][m][v], w[j], x[m] + line * 2 * PAIRS + PAIR[j]);
+                });
+            });
+        });
 }
 
-template <class P, int KIND, int T, int M>
+template <class P, class K, int T, int M>
 __attribute__((always_inline)) inline void sum_bytes(
-    const PackedFormat& format, const typename P::Table& table, const char* const (&codes)[T],
-    const PackedRow* rows, int64_t group, int group_size,
-    typename P::Int (&found)[T][M][TILE_OUTPUTS / P::LANES]) {
+    const typename P::Table& table, const char* const (&codes)[T], const PackedRow* rows,
+    int64_t group, int group_size, typename P::Int (&found)[T][M][1]) {
     static_assert(P::LANES == TILE_OUTPUTS);
-    constexpr int QUADS = INPUTS_PER_LINE<KIND> / 4;
+    constexpr int KIND = K::KIND, QUADS = INPUTS_PER_LINE<KIND> / 4;
     const int num_lines = group_size / INPUTS_PER_LINE<KIND>;
     typename P::Int upper[T][M], lower[T][M];
     const int8_t* x[M];
-    for (int m = 0; m < M; m++)
+    each<M>(HR_EACH(m) {
         x[m] = reinterpret_cast<const int8_t*>(rows[m].codes + group * group_size);
-    for (int t = 0; t < T; t++)
-        for (int m = 0; m < M; m++) upper[t][m] = lower[t][m] = P::zero_int();
-    for (int line = 0; line < num_lines; line++)
-        for (int t = 0; t < T; t++) {
-            const char* at = codes[t] + line * LINE_BYTES;
-            P::prefetch(at + PACKED_PREFETCH_BYTES);
-            typename P::Words w[QUADS];
-            if constexpr (HAS_BYTES<KIND>)
-                P::decode8(at, w);
-            else
-                P::template decode4<IS_E2M1<KIND>>(at, table, w);
-            for (int m = 0; m < M; m++)
-                for (int j = 0; j < QUADS; j++) {
+    });
+    each<T * M>(HR_EACH(i) { upper[i / M][i % M] = lower[i / M][i % M] = P::zero_int(); });
+    for (int first = 0; first < num_lines; first += K::LINES_AT_ONCE)
+        each<K::LINES_AT_ONCE>(HR_EACH(i) {
+            const int line = first + i;
+            each<T>(HR_EACH(t) {
+                const char* at = codes[t] + line * LINE_BYTES;
+                P::prefetch(at + PACKED_PREFETCH_BYTES);
+                typename P::Words w[QUADS];
+                if constexpr (HAS_BYTES<KIND>)
+                    P::decode8(at, w);
+                else
+                    P::template decode4<IS_E2M1<KIND>>(at, table, w);
+                each<M * QUADS>(HR_EACH(n) {
+                    constexpr int m = n / QUADS, j = n % QUADS;
                     const int8_t* quad = x[m] + (line * QUADS + j) * 4;
                     upper[t][m] = P::dot(upper[t][m], w[j], quad);
                     lower[t][m] = P::dot(lower[t][m], w[j], quad + group_size);
-                }
-        }
-    for (int t = 0; t < T; t++)
-        for (int m = 0; m < M; m++) {
-            const int offset = KIND == HR_INT4 && format.has_zero_points ? 0 : BYTE_OFFSET<KIND>;
-            found[t][m][0] =
-                P::combine(upper[t][m], lower[t][m], rows[m].sums[group] * offset);
-        }
+                });
+            });
+        });
+    each<T * M>(HR_EACH(i) {
+        constexpr int t = i / M, m = i % M;
+        found[t][m][0] = P::combine(upper[t][m], lower[t][m]);
+    });
 }
 
 // One group of T tiles and M rows, integers: added to sums.
-template <class P, int KIND, int T, int M>
+template <class P, class K, int T, int M>
 __attribute__((always_inline)) inline void add_group(
     const PackedProduct& p, const typename P::Table& table, const char* const (&codes)[T],
     const char* const (&scales)[T], const char* const (&zeros)[T], const PackedRow* rows,
     int64_t group, typename P::Float (&sums)[T][M][TILE_OUTPUTS / P::LANES]) {
     constexpr int PARTS = TILE_OUTPUTS / P::LANES;
     const PackedFormat& format = *p.format;
-    const int group_size = KIND == HR_MXFP4 ? 32 : KIND == HR_NVFP4 ? 16 : format.group_size;
     typename P::Int found[T][M][PARTS];
     if constexpr (P::HAS_BYTE_PRODUCTS)
-        sum_bytes<P, KIND, T, M>(format, table, codes, rows, group, group_size, found);
+        sum_bytes<P, K, T, M>(table, codes, rows, group, K::group_size(format), found);
     else
-        sum_words<P, KIND, T, M>(table, codes, rows, group, group_size, found);
-    for (int t = 0; t < T; t++)
-        for (int v = 0; v < PARTS; v++) {
-            const int scale_kind = KIND == HR_MXFP4   ? HR_SCALE_E8M0
-                                   : KIND == HR_NVFP4 ? HR_SCALE_E4M3
-                                                      : format.scale;
-            const auto scale =
-                P::scale(scale_kind, scales[t] + v * P::LANES * format.scale_bytes);
-            for (int m = 0; m < M; m++) {
-                auto integer = found[t][m][v];
-                if constexpr (KIND == HR_INT4)
-                    if (format.has_zero_points)
-                        integer = P::minus(integer, zeros[t] + v * P::LANES, rows[m].sums[group]);
-                sums[t][m][v] = P::fma(P::to_float(integer),
-                                       P::multiply(scale, rows[m].scales[group]), sums[t][m][v]);
-            }
-        }
+        sum_words<P, K, T, M>(table, codes, rows, group, K::group_size(format), found);
+    if (K::KIND == HR_INT4 && format.has_zero_points)
+        each<T * M * PARTS>(HR_EACH(i) {
+            constexpr int t = i / PARTS / M, m = i / PARTS % M, v = i % PARTS;
+            found[t][m][v] =
+                P::minus(found[t][m][v], zeros[t] + v * P::LANES, rows[m].sums[group]);
+        });
+    else if constexpr (P::HAS_BYTE_PRODUCTS)
+        each<T * M>(HR_EACH(i) {
+            constexpr int t = i / M, m = i % M;
+            found[t][m][0] =
+                P::template less<OFFSET_BITS<K::KIND>>(found[t][m][0], rows[m].sums[group]);
+        });
+    each<T * PARTS>(HR_EACH(i) {
+        constexpr int t = i / PARTS, v = i % PARTS;
+        const auto scale =
+            P::scale(K::scale(format), scales[t] + v * P::LANES * format.scale_bytes);
+        each<M>(HR_EACH(m) {
+            sums[t][m][v] = P::fma(P::to_float(found[t][m][v]),
+                                   P::multiply(scale, rows[m].scales[group]), sums[t][m][v]);
+        });
+    });
 }
 
 // The same for fp8.
@@ -164,34 +198,37 @@ __attribute__((always_inline)) inline void add_fp8_group(
     const char* const (&codes)[T], const char* const (&scales)[T], const PackedRow* rows,
     int64_t group, typename P::Float (&sums)[T][M][TILE_OUTPUTS / P::LANES]) {
     constexpr int PARTS = TILE_OUTPUTS / P::LANES, GROUP_SIZE = 128;
-    for (int t = 0; t < T; t++)
-        for (int v = 0; v < PARTS; v++) {
-            typename P::Float found[M][4];
-            for (auto& of_row : found)
-                for (auto& sum : of_row) sum = P::zero_float();
-            for (int line = 0; line < GROUP_SIZE / 4; line++) {
+    each<PARTS>(HR_EACH(v) {
+        typename P::Float found[T][M][4];
+        each<T * M * 4>(HR_EACH(i) { found[i / 4 / M][i / 4 % M][i % 4] = P::zero_float(); });
+        for (int line = 0; line < GROUP_SIZE / 4; line++)
+            each<T>(HR_EACH(t) {
                 const char* at = codes[t] + line * LINE_BYTES;
                 if (v == 0) P::prefetch(at + PACKED_PREFETCH_BYTES);
                 typename P::Float w[4];
                 P::decode_fp8(at + v * P::LANES * 4, w);
-                for (int m = 0; m < M; m++) {
+                each<M * 4>(HR_EACH(i) {
+                    constexpr int m = i / 4, j = i % 4;
                     const float* x = rows[m].values + group * GROUP_SIZE + line * 4;
-                    for (int j = 0; j < 4; j++) found[m][j] = P::fma(w[j], x[j], found[m][j]);
-                }
-            }
+                    found[t][m][j] = P::fma(w[j], x[j], found[t][m][j]);
+                });
+            });
+        each<T>(HR_EACH(t) {
             const auto scale = P::multiply(P::load(scales[t] + v * P::LANES * 4), 256.0f);
-            for (int m = 0; m < M; m++)
-                sums[t][m][v] = P::fma(P::add(P::add(found[m][0], found[m][1]),
-                                              P::add(found[m][2], found[m][3])),
+            each<M>(HR_EACH(m) {
+                sums[t][m][v] = P::fma(P::add(P::add(found[t][m][0], found[t][m][1]),
+                                              P::add(found[t][m][2], found[t][m][3])),
                                        scale, sums[t][m][v]);
-        }
+            });
+        });
+    });
 }
 
 // Tiles tile, tile + apart, ... (T of them) of rows row .. row + M.
-template <class P, int KIND, int T, int M>
+template <class P, class K, int T, int M>
 __attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, int apart,
                                               int row) {
-    constexpr int PARTS = TILE_OUTPUTS / P::LANES;
+    constexpr int KIND = K::KIND, PARTS = TILE_OUTPUTS / P::LANES;
     const PackedFormat& format = *p.format;
     const PackedRow* rows = p.rows + row;
     const auto table = P::table(IS_E2M1<KIND>            ? P::HAS_BYTE_PRODUCTS ? E2M1_OFFSET
@@ -199,9 +236,8 @@ __attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, 
                                 : format.has_zero_points ? INT4_RAW_VALUES
                                                          : INT4_VALUES);
     typename P::Float sums[T][M][PARTS];
-    for (auto& of_tile : sums)
-        for (auto& of_row : of_tile)
-            for (auto& sum : of_row) sum = P::zero_float();
+    each<T * M * PARTS>(
+        HR_EACH(i) { sums[i / PARTS / M][i / PARTS % M][i % PARTS] = P::zero_float(); });
     const char* start[T];
     const char* record[T];
     for (int t = 0; t < T; t++) {
@@ -226,48 +262,70 @@ __attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, 
             if constexpr (KIND == HR_FP8)
                 add_fp8_group<P, T, M>(codes, scales, rows, first + i, sums);
             else
-                add_group<P, KIND, T, M>(p, table, codes, scales, zeros, rows, first + i, sums);
+                add_group<P, K, T, M>(p, table, codes, scales, zeros, rows, first + i, sums);
         }
         for (int t = 0; t < T; t++)
             record[t] += format.record_scale_bytes + count * format.group_code_bytes;
     }
-    for (int t = 0; t < T; t++)
-        for (int m = 0; m < M; m++)
-            for (int v = 0; v < PARTS; v++) {
-                auto sum = sums[t][m][v];
-                if constexpr (KIND == HR_MXFP4) sum = P::multiply(sum, 0.5f);
-                if constexpr (KIND == HR_NVFP4)
-                    sum = P::multiply(
-                        sum, P::multiply(P::load(start[t] + v * P::LANES * 4), 0.5f));
-                P::store(p.out + (row + m) * p.out_stride + (tile + t * apart) * TILE_OUTPUTS +
-                             v * P::LANES,
-                         sum);
-            }
+    each<T * M * PARTS>(HR_EACH(i) {
+        constexpr int t = i / PARTS / M, m = i / PARTS % M, v = i % PARTS;
+        auto sum = sums[t][m][v];
+        if constexpr (KIND == HR_MXFP4) sum = P::multiply(sum, 0.5f);
+        if constexpr (KIND == HR_NVFP4)
+            sum = P::multiply(sum, P::multiply(P::load(start[t] + v * P::LANES * 4), 0.5f));
+        P::store(p.out + (row + m) * p.out_stride + (tile + t * apart) * TILE_OUTPUTS +
+                     v * P::LANES,
+                 sum);
+    });
 }
 
-template <class P, int KIND, int M>
-int multiply_rows(const PackedProduct& p, int tile, int row) {
-    for (; row + M <= p.num_rows; row += M) multiply_tiles<P, KIND, 1, M>(p, tile, 0, row);
+// Rows from `row` on, M at once while there are as many, of `num_tiles` tiles that lie `apart`; T
+// tiles are read side by side, as many as there are registers for the sums of.
+template <class P, class K, int TILES, int M>
+int multiply_rows(const PackedProduct& p, int tile, int num_tiles, int apart, int row) {
+    constexpr int T = TILES > M ? TILES / M : 1;
+    for (; row + M <= p.num_rows; row += M) {
+        int t = 0;
+        for (; t + T <= num_tiles; t += T)
+            multiply_tiles<P, K, T, M>(p, tile + t * apart, apart, row);
+        for (; t < num_tiles; t++) multiply_tiles<P, K, 1, M>(p, tile + t * apart, 0, row);
+    }
     return row;
+}
+
+template <class P, class K>
+void multiply_known(const PackedProduct& p) {
+    constexpr bool IS_FLOAT = K::KIND == HR_FP8;
+    constexpr int ROWS = IS_FLOAT ? P::FLOAT_ROWS : P::ROWS;
+    constexpr int TILES = IS_FLOAT ? P::FLOAT_TILES : P::TILES;
+    const auto multiply = [&p](int tile, int num_tiles, int apart) {
+        int row = multiply_rows<P, K, TILES, ROWS>(p, tile, num_tiles, apart, 0);
+        if constexpr (ROWS > 4) row = multiply_rows<P, K, TILES, 4>(p, tile, num_tiles, apart, row);
+        if constexpr (ROWS > 2) row = multiply_rows<P, K, TILES, 2>(p, tile, num_tiles, apart, row);
+        multiply_rows<P, K, TILES, 1>(p, tile, num_tiles, apart, row);
+    };
+    // TILES streams, each through a stretch of adjacent tiles: what is asked for ahead beyond the
+    // end of a tile is then always wanted next.
+    const int apart = p.num_tiles / TILES;
+    for (int tile = 0; tile < apart; tile++) multiply(tile, TILES, apart);
+    for (int tile = apart * TILES; tile < p.num_tiles; tile++) multiply(tile, 1, 1);
 }
 
 template <class P, int KIND>
 void multiply_packed(const PackedProduct& p) {
-    constexpr int ROWS = KIND == HR_FP8 ? P::FLOAT_ROWS : P::ROWS;
-    int tile = 0;
-    if (p.num_rows == 1) {
-        // TILES streams, each through a stretch of adjacent tiles: what is asked for ahead beyond
-        // the end of a tile is then always wanted next.
-        const int apart = p.num_tiles / P::TILES;
-        for (; tile < apart; tile++) multiply_tiles<P, KIND, P::TILES, 1>(p, tile, apart, 0);
-        tile = apart * P::TILES;
+    constexpr int GROUP_SIZE =
+        KIND == HR_MXFP4 ? 32 : KIND == HR_NVFP4 ? 16 : KIND == HR_FP8 ? 128 : 0;
+    constexpr int SCALE = KIND == HR_MXFP4 ? HR_SCALE_E8M0 : KIND == HR_NVFP4 ? HR_SCALE_E4M3 : -1;
+    if constexpr (P::KNOWS_SIZES && GROUP_SIZE == 0) {
+        const PackedFormat& format = *p.format;
+        if (format.scale == HR_SCALE_FLOAT16) {
+            if (format.group_size == 128)
+                return multiply_known<P, Known<KIND, 128, HR_SCALE_FLOAT16>>(p);
+            if (KIND == HR_INT4 && format.group_size == 32)
+                return multiply_known<P, Known<KIND, 32, HR_SCALE_FLOAT16>>(p);
+        }
     }
-    for (; tile < p.num_tiles; tile++) {
-        int row = multiply_rows<P, KIND, ROWS>(p, tile, 0);
-        if constexpr (ROWS >= 8) row = multiply_rows<P, KIND, 4>(p, tile, row);
-        if constexpr (ROWS >= 4) row = multiply_rows<P, KIND, 2>(p, tile, row);
-        multiply_rows<P, KIND, 1>(p, tile, row);
-    }
+    multiply_known<P, Known<KIND, GROUP_SIZE, SCALE>>(p);
 }
 
 // Element by element, so the compiler's vectors have the same bits. A group with a value that is

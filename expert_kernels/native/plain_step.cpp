@@ -1,6 +1,5 @@
 // Layer-steps of experts whose weights are row-major, in float32, bfloat16 or float16.
 
-#include "gates.h"
 #include "step_job.h"
 
 namespace {
@@ -13,6 +12,7 @@ struct StepJob {
     const HrForm& form;
     const HrStep& step;
     const Kernels& kernels;
+    const Gates& gates;
     std::vector<Expert> experts;  // those that somebody chose
     std::unique_ptr<std::atomic<int32_t>[]> num_missing;  // per expert: first tiles not done yet
     const float* hidden;                                  // [row, hidden_stride] float32
@@ -88,7 +88,7 @@ void run_first_tile(StepJob& job, size_t number, int64_t tile) {
             row.bias_up_begin = is_split ? form.intermediate_size : 1;
             row.out = job.middle + (pair + m) * job.middle_stride + begin;
             row.count = count;
-            apply_gate(form, row);
+            job.gates.apply_gate(form, row);
         }
     }
     job.num_missing[number].fetch_sub(1, std::memory_order_release);
@@ -118,9 +118,9 @@ void run_second_tile(StepJob& job, size_t number, int64_t tile) {
         product.out_stride = MAX_TILE_OUTPUTS;
         multiply(job, product);
         for (int m = 0; m < num_rows; m++)
-            finish_row(form, sums + m * MAX_TILE_OUTPUTS, bias,
-                       job.step.places + job.step.place_ids[pair + m] * form.hidden_size + begin,
-                       count);
+            job.gates.finish_row(
+                form, sums + m * MAX_TILE_OUTPUTS, bias,
+                job.step.places + job.step.place_ids[pair + m] * form.hidden_size + begin, count);
     }
 }
 
@@ -149,8 +149,8 @@ void widen_hidden(HrPool& pool, const HrForm& form, const HrStep& step, StepJob&
     const int64_t row_bytes = form.hidden_size * job.item;
     for (int64_t row = 0; row < num_rows; row++) {
         float* target = hidden + row * job.hidden_stride;
-        widen_row(form.dtype, static_cast<const char*>(step.hidden) + row * row_bytes, target,
-                  form.hidden_size);
+        job.gates.widen_row(form.dtype, static_cast<const char*>(step.hidden) + row * row_bytes,
+                            target, form.hidden_size);
         std::fill(target + form.hidden_size, target + job.hidden_stride, 0.0f);
     }
     for (int64_t p = 0; p < num_pairs; p++)
@@ -162,9 +162,10 @@ void widen_hidden(HrPool& pool, const HrForm& form, const HrStep& step, StepJob&
 
 }  // namespace
 
-void run_plain_step(HrPool& pool, const HrForm& form, const Kernels& kernels, const HrStep& step) {
-    StepJob job{form, step, kernels, chosen_experts(step), nullptr, nullptr, 0, nullptr,
-                0,    0,    0,       0,                    0,       0,       0};
+void run_plain_step(HrPool& pool, const HrForm& form, const Kernels& kernels, const Gates& gates,
+                    const HrStep& step) {
+    StepJob job{form, step, kernels, gates, chosen_experts(step), nullptr, nullptr, 0, nullptr,
+                0,    0,    0,       0,     0,                    0,       0};
     if (job.experts.empty()) return;
     job.item = item_bytes(form.dtype);
     job.up_rows = int64_t(form.intermediate_size) * (form.has_gate ? 2 : 1);

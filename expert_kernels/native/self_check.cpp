@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "experts.h"
+#include "gates.h"
 #include "kernels.h"
 #include "packed.h"
 
@@ -30,6 +31,16 @@ void fill(std::vector<char>& bytes, int dtype, uint32_t state) {
             memcpy(&bytes[at], &bits, 2);
         }
     }
+}
+
+// The same bits, or no number in both.
+bool are_equal(const float* one, const float* other, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        const bool is_number = one[i] == one[i];
+        if (is_number ? memcmp(one + i, other + i, sizeof(float)) != 0 : other[i] == other[i])
+            return false;
+    }
+    return true;
 }
 
 }  // namespace
@@ -118,13 +129,7 @@ bool has_scalar_bits(const PackedKernels& kernels, const HrForm& form) {
         product.out += found[i].size() / 2;
         both[i]->multiply[form.kind - 1](product);
     }
-    for (size_t j = 0; j < found[0].size(); j++) {
-        const bool is_number = found[0][j] == found[0][j];
-        if (is_number ? memcmp(&found[0][j], &found[1][j], sizeof(float)) != 0
-                      : found[1][j] == found[1][j])
-            return false;
-    }
-    return true;
+    return are_equal(found[0].data(), found[1].data(), found[0].size());
 }
 
 }  // namespace
@@ -144,4 +149,38 @@ bool has_scalar_bits(const PackedKernels& kernels) {
             return false;
     return is_equal(HR_MXFP4, HR_SCALE_E8M0, 32, 0) && is_equal(HR_NVFP4, HR_SCALE_E4M3, 16, 0) &&
            is_equal(HR_FP8, HR_SCALE_FLOAT32, 128, 0);
+}
+
+bool has_scalar_bits(const Gates& gates) {
+    constexpr int COUNT = 75;  // no multiple of what a loop does at once
+    std::vector<char> sums(2 * COUNT * sizeof(float)), biases(2 * COUNT * sizeof(float));
+    fill(sums, HR_FLOAT32, 5);
+    const float infinity = __builtin_inff(), none = __builtin_nanf("");
+    memcpy(&sums[0], &infinity, sizeof(float));
+    memcpy(&sums[4], &none, sizeof(float));
+    HrForm form{};
+    form.has_gate = 1;
+    form.activation = HR_SILU;
+    form.alpha = 1.7f;
+    form.limit = 0.9f;
+    for (form.dtype = HR_FLOAT32; form.dtype <= HR_FLOAT16; form.dtype++)
+        for (form.gate = HR_ACT_MUL; form.gate <= HR_ALPHA_SWIGLU; form.gate++) {
+            fill(biases, form.dtype, 6);
+            float found[2][3][COUNT];
+            const Gates* both[] = {&scalar_gates, &gates};
+            for (int i = 0; i < 2; i++) {
+                GateRow row{};
+                row.sums = reinterpret_cast<const float*>(sums.data());
+                row.up_begin = row.bias_up_begin = COUNT;
+                row.step = 1;
+                row.bias = form.gate == HR_ACT_MUL ? nullptr : biases.data();
+                row.out = found[i][0];
+                row.count = COUNT;
+                both[i]->apply_gate(form, row);
+                both[i]->finish_row(form, row.sums, row.bias, found[i][1], COUNT);
+                both[i]->widen_row(form.dtype, biases.data(), found[i][2], COUNT);
+            }
+            if (!are_equal(found[0][0], found[1][0], 3 * COUNT)) return false;
+        }
+    return true;
 }

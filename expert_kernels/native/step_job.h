@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "experts.h"
+#include "gates.h"
 #include "kernels.h"
 #include "packed.h"
 #include "pool.h"
@@ -103,9 +104,10 @@ inline void wait_for_zero(const std::atomic<int32_t>& counter) {
     }
 }
 
-void run_plain_step(HrPool& pool, const HrForm& form, const Kernels& kernels, const HrStep& step);
+void run_plain_step(HrPool& pool, const HrForm& form, const Kernels& kernels, const Gates& gates,
+                    const HrStep& step);
 void run_packed_step(HrPool& pool, const HrForm& form, const PackedFormat& format,
-                     const PackedKernels& kernels, const HrStep& step);
+                     const PackedKernels& kernels, const Gates& gates, const HrStep& step);
 
 // Kernels of instruction set number `isa`, null when there is none of that number (experts.cpp).
 const Kernels* plain_kernels(int32_t isa);

@@ -15,6 +15,7 @@ from expert_store.segment import (
     StoreView,
     create_segment,
     huge_pages_enabled,
+    populate_huge_pages,
     size_segment,
 )
 
@@ -137,3 +138,35 @@ def test_huge_pages_are_read_from_the_kernels_words(
     setting.write_text(text)
     assert huge_pages_enabled(setting) is expected
     assert huge_pages_enabled(tmp_path / "absent") is False
+
+
+def test_populating_touches_every_page_and_counts_what_is_huge(
+    segment: int, tmp_path: Path
+) -> None:
+    setting, counters = tmp_path / "shmem_enabled", tmp_path / "smaps_rollup"
+    setting.write_text("always within_size [advise] never deny force")
+    size_segment(segment, LAYOUT.total_bytes)
+    counters.write_text("Rss: 8 kB\nShmemPmdMapped:     4096 kB\n")
+    told: list[int] = []
+
+    def hear(done_bytes: int) -> None:
+        told.append(done_bytes)
+        counters.write_text("Rss: 8 kB\nShmemPmdMapped:     6144 kB\n")
+
+    granted = populate_huge_pages(segment, hear, setting=setting, counters=counters)
+    assert granted == 2048 * 1024
+    assert told == [LAYOUT.total_bytes]
+    assert os.fstat(segment).st_blocks * 512 >= LAYOUT.total_bytes
+    write_again = SegmentMap(segment)
+    assert bytes(write_again.memory[:64]) == bytes(64)
+    write_again.close()
+
+
+def test_small_pages_are_left_to_the_writer(segment: int, tmp_path: Path) -> None:
+    setting = tmp_path / "shmem_enabled"
+    setting.write_text("always within_size advise [never] deny force")
+    size_segment(segment, LAYOUT.total_bytes)
+    told: list[int] = []
+    assert populate_huge_pages(segment, told.append, setting=setting) == 0
+    assert not told
+    assert os.fstat(segment).st_blocks == 0

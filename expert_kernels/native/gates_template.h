@@ -1,14 +1,18 @@
-// Activations and gates. Compiled for the plain processor, and contraction of a * b + c is off, so
-// that results do not depend on the instruction set that the products were computed with.
+// Activations and gates, written once and compiled once per instruction set. Contraction of
+// a * b + c is off and every operation is one that all processors round alike, so results do not
+// depend on the set; only how many elements are done at once does.
+//
+// Everything is in an unnamed namespace and uses no inline function of the standard library, for
+// the reason that kernel_template.h gives.
 //
 // Sources of the formulas: torch's functional documentation and transformers' ACT2FN; where the
 // latter composes several torch operations, each of them rounds to the dtype (R below).
+#pragma once
 
-#include "gates.h"
-
-#include <cmath>
+#include <math.h>
 
 #include "exponential.h"
+#include "gates.h"
 #include "number_formats.h"
 
 namespace {
@@ -40,14 +44,14 @@ float within(float value, float low, float high) {
 }
 
 float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
-float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-float gelu(float x) { return x * 0.5f * (1.0f + std::erf(x * 0.70710678118654752440f)); }
+float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+float gelu(float x) { return x * 0.5f * (1.0f + erff(x * 0.70710678118654752440f)); }
 
 constexpr float SQRT_2_OVER_PI = 0.79788456080286535588f;
 
 float gelu_tanh(float x) {
     const float inner = SQRT_2_OVER_PI * (x + 0.044715f * x * x * x);
-    return 0.5f * x * (1.0f + std::tanh(inner));
+    return 0.5f * x * (1.0f + tanhf(inner));
 }
 
 template <int D>
@@ -55,7 +59,7 @@ float gelu_accurate(float x) {
     constexpr auto R = rounded<D>;
     const float cube = R(x * x * x);
     const float inner = R(SQRT_2_OVER_PI * R(x + R(0.044715f * cube)));
-    return R(R(0.5f * x) * R(1.0f + R(std::tanh(inner))));
+    return R(R(0.5f * x) * R(1.0f + R(tanhf(inner))));
 }
 
 template <int D>
@@ -63,7 +67,7 @@ float gelu_fast(float x) {
     constexpr auto R = rounded<D>;
     const float slope = R(1.0f + R(R(0.044715f * x) * x));
     const float inner = R(R(x * 0.7978845608f) * slope);
-    return R(R(0.5f * x) * R(1.0f + R(std::tanh(inner))));
+    return R(R(0.5f * x) * R(1.0f + R(tanhf(inner))));
 }
 
 template <int D>
@@ -83,15 +87,15 @@ float activate(int32_t activation, float x) {
         case HR_HARDSWISH: return R(x * within(x + 3.0f, 0.0f, 6.0f) / 6.0f);
         case HR_LEAKY_RELU: return x > 0.0f ? x : R(x * 0.01f);
         case HR_LINEAR: return x;
-        case HR_MISH: return R(x * std::tanh(softplus(x)));
+        case HR_MISH: return R(x * tanhf(softplus(x)));
         case HR_QUICK_GELU: return R(x * R(sigmoid(R(1.702f * x))));
         case HR_RELU: return x < 0.0f ? 0.0f : x;
         case HR_RELU2: return x < 0.0f ? 0.0f : R(x * x);
         case HR_RELU6: return within(x, 0.0f, 6.0f);
         case HR_SIGMOID: return R(sigmoid(x));
         case HR_SILU: return silu<D>(x);
-        case HR_SQRT_SOFTPLUS: return R(std::sqrt(R(softplus(x))));
-        default: return R(std::tanh(x));
+        case HR_SQRT_SOFTPLUS: return R(sqrtf(R(softplus(x))));
+        default: return R(tanhf(x));
     }
 }
 
@@ -172,8 +176,6 @@ void widen(const char* source, float* target, int64_t count) {
     for (int64_t i = 0; i < count; i++) target[i] = item<D>(source, i);
 }
 
-}  // namespace
-
 void apply_gate(const HrForm& form, const GateRow& row) {
     if (form.dtype == HR_FLOAT32) return gate_row<HR_FLOAT32>(form, row);
     if (form.dtype == HR_BFLOAT16) return gate_row<HR_BFLOAT16>(form, row);
@@ -193,4 +195,6 @@ void widen_row(int32_t dtype, const char* source, float* target, int64_t count) 
     widen<HR_FLOAT16>(source, target, count);
 }
 
-int64_t item_bytes(int32_t dtype) { return dtype == HR_FLOAT32 ? 4 : 2; }
+constexpr Gates gates_of() { return {apply_gate, finish_row, widen_row}; }
+
+}  // namespace

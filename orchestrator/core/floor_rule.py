@@ -104,9 +104,9 @@ class FloorRule:
         return self._held
 
     def rates_changed(self) -> None:
-        """Forget lost probes; the arm in use stays. Probes that are due before long stay due: rates
-        that change all the time put nothing off. A probe in progress goes on: it is most likely
-        what the news came from."""
+        """Forget lost probes; the arm in use stays, and is held against the split next. Probes that
+        are due before long stay due: rates that change all the time put nothing off. A probe in
+        progress goes on: it is most likely what the news came from."""
         self._intervals = {"split": MIN_INTERVAL, "fill": MIN_INTERVAL, "cpu": MIN_INTERVAL}
         soon: dict[Arm, int] = {
             "split": self._clock + MIN_INTERVAL,
@@ -114,6 +114,8 @@ class FloorRule:
             "fill": self._clock + MIN_INTERVAL + MIN_INTERVAL // 2,
         }
         self._due = {arm: min(due, self._due.get(arm, due)) for arm, due in soon.items()}
+        if self._held != "split":
+            self._due["split"] = self._clock
         self._num_proofs = 0
 
     def next_arm(self, predicted_s: dict[Arm, float]) -> Arm:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-NUM_TOKENS = 50
+NUM_TOKENS, NUM_SLOWED_TOKENS = 50, 80
 #: So many tokens after the disturbance the split has moved.
 FOLLOWED_TOKENS = 20
 #: The process may run for the first of these, then stands still for the second, again and again.
@@ -89,7 +89,7 @@ def test_a_slowed_cpu_worker_loses_its_work_within_twenty_tokens(
     disturbed_ns = time.monotonic_ns()
     brake.start()
     try:
-        pipeline.generate(NUM_TOKENS)
+        pipeline.generate(NUM_SLOWED_TOKENS)
     finally:
         brake.release()
     processes.end()

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 PLAIN = "/v1/completions"
+#: Tokens of a text that has begun and not ended when the server is told to end.
+NUM_SHORT = 150
 
 
 def read_stream(server: Server, max_tokens: int) -> list[dict[str, Any]]:
@@ -115,7 +117,7 @@ def test_the_page_shows_figures_and_asks_nobody_else(
 def test_the_first_signal_drains_and_the_second_ends(keyless: tuple[Processes, Server]) -> None:
     _, server = keyless
     with ThreadPoolExecutor(2) as pool:
-        short = pool.submit(read_stream, server, 40)
+        short = pool.submit(read_stream, server, NUM_SHORT)
         wait_until(lambda: running(server) == 1)
         long = pool.submit(read_stream, server, 2000)
         wait_until(lambda: running(server) == 2 or short.done())
@@ -141,11 +143,11 @@ def running(server: Server) -> int:
 def check_log(said: str) -> None:
     lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert {line["process"] for line in lines} >= {"orchestrator", "gpu_worker", "cpu_worker"}
-    streams = [line for line in lines if line.get("generated_tokens") == 40]
-    assert len(streams) == 1
+    # The long text may have been ended at any number of tokens.
+    streams = [line for line in lines if line.get("finish_reason") == "length"]
+    assert [line["generated_tokens"] for line in streams] == [NUM_SHORT]
     assert streams[0]["request_id"].startswith("req-")
     assert streams[0]["path"] == PLAIN
-    assert streams[0]["finish_reason"] == "length"
     assert not any("import os" in line["message"] for line in lines)  # no prompts in logs
 
 

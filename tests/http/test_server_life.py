@@ -143,9 +143,12 @@ def running(server: Server) -> int:
 def check_log(said: str) -> None:
     lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert {line["process"] for line in lines} >= {"orchestrator", "gpu_worker", "cpu_worker"}
-    # The long text may have been ended at any number of tokens.
-    streams = [line for line in lines if line.get("finish_reason") == "length"]
-    assert [line["generated_tokens"] for line in streams] == [NUM_SHORT]
+    # The long text may have been cut at the same number of tokens: not for its length.
+    ends = (NUM_SHORT, "length")
+    streams = [
+        line for line in lines if (line.get("generated_tokens"), line.get("finish_reason")) == ends
+    ]
+    assert len(streams) == 1
     assert streams[0]["request_id"].startswith("req-")
     assert streams[0]["path"] == PLAIN
     assert not any("import os" in line["message"] for line in lines)  # no prompts in logs

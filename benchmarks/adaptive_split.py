@@ -49,6 +49,14 @@ from orchestrator.simulate.trace import read_trace, synthetic_trace
 HIDDEN, INTERMEDIATE = 1024, 704
 PROMPT = "Water"
 MAX_OVER_SINGLE, MAX_OVER_BEST = 1.03, 1.08
+FULL = {
+    "links": [0.1, 0.25, 0.5, 1.0, 2.0],
+    "slots": [10.0, 25.0, 50.0],
+    "layers": 6,
+    "warm_up": 40,
+    "turns": 8,
+}
+QUICK = {"links": [0.5], "slots": [25.0], "layers": 4, "warm_up": 20, "turns": 4}
 
 
 def main() -> None:
@@ -200,13 +208,13 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trace", type=Path, help="routing to replay (default: a made-up one)")
-    parser.add_argument("--links", type=numbers, default=[0.1, 0.25, 0.5, 1.0, 2.0])
-    parser.add_argument("--slots", type=numbers, default=[10.0, 25.0, 50.0])
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--links", type=numbers, help="times the host's rate (0.1 to 2)")
+    parser.add_argument("--slots", type=numbers, help="percent resident (10, 25, 50)")
+    parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", type=int, default=1500, help="most steps of a text")
-    parser.add_argument("--warm-up", type=int, default=40)
+    parser.add_argument("--warm-up", type=int)
     parser.add_argument("--turn-s", type=float, default=1.5)
-    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--turns", type=int)
     parser.add_argument("--host-gbps", type=float, help="instead of measuring it")
     parser.add_argument("--exhaustive", action="store_true", help="every q up to top-k")
     parser.add_argument(
@@ -215,9 +223,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="one link, one cache, few tokens")
     options = parser.parse_args()
-    if options.quick:
-        options.links, options.slots = options.links[2:3], options.slots[1:2]
-        options.layers, options.warm_up, options.turns = 4, 20, 4
+    defaults = QUICK if options.quick else FULL
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     return options
 
 

@@ -43,8 +43,8 @@ _SAME_ARGUMENTS = frozenset(
 )  # fmt: skip
 
 
-#: Arguments of transformers' sdpa attention that change nothing for one row that sees all.
-_PLAIN_ARGUMENTS = frozenset({"scaling", "dropout", "sliding_window", "use_cache"})
+#: Arguments of attention functions that change nothing for one row that sees all.
+PLAIN_ARGUMENTS = frozenset({"scaling", "dropout", "sliding_window", "use_cache"})
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _attend(site: AttentionSite) -> Callable[..., torch.Tensor]:
     module, function, arguments, expand = site.module, site.function, site.arguments, site.expand
     is_plain = function is sdpa_attention_forward and expand is None
     is_grouped = getattr(module, "num_key_value_groups", 1) > 1
-    if not is_plain or module.training or arguments.keys() - _PLAIN_ARGUMENTS:
+    if not is_plain or module.training or arguments.keys() - PLAIN_ARGUMENTS:
 
         def attend(query: torch.Tensor, *held: torch.Tensor) -> torch.Tensor:
             if expand is not None:

@@ -24,7 +24,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from expert_kernels.native_dense import CacheLayer
-from gpu_worker.decode_step import Segment, SiteCall
+from gpu_worker.decode_step import PLAIN_ARGUMENTS, Segment, SiteCall
 from gpu_worker.kv_cache import GrowingLayer
 from gpu_worker.native_ops import emit
 from gpu_worker.native_program import Frame, NotNative, ProgramBuilder
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from expert_kernels.native_dense import DenseKernels
     from gpu_worker.decode_step import DecodeStep
 
-#: Arguments of attention functions that change nothing for one row that sees all.
-_PLAIN_ARGUMENTS = frozenset({"scaling", "dropout", "sliding_window", "use_cache"})
 #: Modules whose own attention adds one sink per head to the softmax, given as `s_aux`.
 _WITH_SINKS = "transformers.models.gpt_oss.modeling_gpt_oss"
 
@@ -311,7 +309,7 @@ def _sinks_of(site: AttentionSite) -> torch.Tensor | None:
     """float32 [heads], [0] where attention has none; None if it is not natively known."""
     arguments = {name: value for name, value in site.arguments.items() if value is not None}
     sinks = arguments.pop("s_aux", None)
-    if site.expand is not None or site.module.training or arguments.keys() - _PLAIN_ARGUMENTS:
+    if site.expand is not None or site.module.training or arguments.keys() - PLAIN_ARGUMENTS:
         return None
     if sinks is None and site.function is sdpa_attention_forward:
         return torch.empty(0)

@@ -148,11 +148,6 @@ class ResidentLayers:
             return None
 
     @property
-    def address(self) -> int:
-        """Of the HrResidentLayers, for native code that calls `hr_pass_layer` by itself."""
-        return self._address
-
-    @property
     def joined_ns(self) -> int:
         """When the last layer was joined."""
         return int(self._layers.joined_ns)

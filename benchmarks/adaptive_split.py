@@ -40,7 +40,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.disturbances import disturb
+from benchmarks.disturbances import ONE_PROCESSOR, disturb
 from benchmarks.random_checkpoint import make_random_checkpoint
 from benchmarks.turns import RunningText, run_in_turns
 from orchestrator.simulate.trace import read_trace, synthetic_trace
@@ -150,10 +150,10 @@ class Bench:
         }
 
     def disturbance(self, name: str, host_gbps: float) -> dict[str, object]:
-        """25 % resident; a link as fast as the host where it is the link that is disturbed, else of
-        half its rate: the branch that suffers has had most of the misses."""
+        """25 % resident; a link as fast as the host where it is to carry most of the misses (see
+        `ONE_PROCESSOR`), else of half its rate: the branch that suffers has had most of them."""
         options = self.options
-        flags = self.flags((1.0 if name == "link" else 0.5) * host_gbps, 25.0)
+        flags = self.flags((1.0 if name in ONE_PROCESSOR else 0.5) * host_gbps, 25.0)
         calm, disturbed = (40, 60) if options.quick else (80, 150)
         log = self.folder / "disturbed.jsonl"
         return disturb(name, self.model, log, flags, calm, disturbed, os.cpu_count() or 1)

@@ -6,6 +6,10 @@ Three of them, each on a pipeline of its own that generates one text with replay
     link   the dma_worker may run for 2 ms of every 20
     bus    other processes copy memory as fast as it goes, one per processor
 
+For `link` and `bus` the cpu_worker is kept on one processor from the start: with all of them it is
+so much faster than an emulated link, whose copies take a processor too, that hardly a miss is
+filled and the split has nowhere to go.
+
 `moved_after`: decode steps from the disturbance until the part of the misses that is filled has
 gone half of the way from what it was to what it settles at, over five steps; None where that
 part hardly changes. `lost_ms`: what the steps took until then beyond a settled step.
@@ -14,6 +18,7 @@ part hardly changes. `lost_ms`: what the steps took until then beyond a settled 
 
 from __future__ import annotations
 
+import os
 import signal
 import statistics
 import subprocess
@@ -31,6 +36,8 @@ if TYPE_CHECKING:
 
 #: How long a process may run, and then stands still, seconds.
 BRAKES = {"cpu": ("cpu_worker", 0.002, 0.038), "link": ("dma_worker", 0.002, 0.018)}
+#: Disturbances under which the cpu_worker has one processor.
+ONE_PROCESSOR = ("link", "bus")
 #: A change of the filled part below this is none.
 LEAST_MOVE = 0.1
 _BUS_EATER = """
@@ -80,6 +87,13 @@ class BusEater:
             process.wait()
 
 
+def keep_on_one_processor(process: psutil.Process) -> None:
+    """All its threads on the first processor that it may use."""
+    first = min(process.cpu_affinity())
+    for thread in process.threads():
+        os.sched_setaffinity(thread.id, {first})
+
+
 def disturb(
     name: str, model: Path, log: Path, flags: list[str], calm: int, disturbed: int, num_eaters: int
 ) -> dict[str, object]:
@@ -88,6 +102,9 @@ def disturb(
     text = RunningText(model, log, flags, calm + disturbed + 200)
     disturbance: Brake | BusEater | None = None
     try:
+        if name in ONE_PROCESSOR:
+            text.wait_for_steps(1)
+            keep_on_one_processor(text.worker("cpu_worker"))
         text.wait_for_steps(calm)
         if name == "bus":
             disturbance = BusEater(num_eaters)

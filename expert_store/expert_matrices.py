@@ -20,7 +20,7 @@ from expert_store.packed import PackedTensor
 from expert_store.packing import QuantisedMatrix, dequantise, pack
 from expert_store.quantising import quantise
 from expert_store.reports import QuantisationErrors, TensorError
-from expert_store.unpacking import read_matrix
+from expert_store.unpacking import read_floats, read_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -204,6 +204,8 @@ def _read_part(
     source: TensorEntry, fused: int | None, weights: WeightFormat | None, files: SourceFiles
 ) -> Part:
     if isinstance(source, PackedTensor):
+        if "order" in source.parts and weights not in source.formats:
+            return Part(torch.from_numpy(read_floats(source, files, fused)))  # in any order
         return Part(coded=read_matrix(source, files, fused, weights))
     rows = None if fused is None else (fused, fused + 1)
     tensor = read_tensor(source, rows, files)

@@ -36,9 +36,11 @@ def read_matrix(
     files: SourceFiles,
     expert: int | None = None,
     wanted: WeightFormat | None = None,
+    inputs_in_turn: Array | None = None,
 ) -> tuple[WeightFormat, QuantisedMatrix]:
     """The values of a packed weight, or of one expert of a fused one, and their format: `wanted`
-    where it holds them as they are.
+    where it holds them as they are. `inputs_in_turn`: the inputs in an order in which groups lie
+    side by side, for the matrix to have them in; None: they lie so as they are.
 
     Raises CheckpointError: not readable, scales that are not finite, an order or size of groups
     that no format has.
@@ -58,8 +60,14 @@ def read_matrix(
         )
     weights = wanted if wanted in formats else formats[0]
     assert weights is not None, "there is a first format"
-    if "order" in packed.parts:
-        _require_order(packed, part("order"), files)
+    if inputs_in_turn is None and _inputs_in_turn(packed, files, expert) is not None:
+        entry = packed.parts["order"]
+        raise CheckpointError(
+            f"{files.path(entry)}: tensor {entry.name} puts the inputs of {packed.name} into groups"
+            " out of order (desc_act), and such weights cannot be kept as they are: kernels take"
+            " groups of neighbouring inputs; say --expert-dtype bf16, int8 or another format to"
+            " have them converted, or take a checkpoint quantised without desc_act"
+        )
     outputs, inputs = packed.shape[-2:]
     scales = _scales(packed, part("scales"), weights)
     num_groups = weights.num_groups(inputs)
@@ -89,6 +97,8 @@ def read_matrix(
         else:
             codes, scales = _awq_outputs(part("codes")).T, scales.T
             zero_points = _awq_outputs(part("zeros")).T
+    if inputs_in_turn is not None:
+        codes = codes[:, inputs_in_turn]
     repeat = -(-packed.group // weights.group_size)
     matrix = QuantisedMatrix(
         np.ascontiguousarray(codes),
@@ -106,7 +116,13 @@ def read_floats(
     packed: PackedTensor, files: SourceFiles, expert: int | None = None
 ) -> npt.NDArray[np.float32]:
     """float32 [outputs, inputs]: what the codes stand for. Raises CheckpointError."""
-    return dequantise(*read_matrix(packed, files, expert))
+    in_turn = _inputs_in_turn(packed, files, expert)
+    found = dequantise(*read_matrix(packed, files, expert, inputs_in_turn=in_turn))
+    if in_turn is None:
+        return found
+    values = np.empty_like(found)
+    values[:, in_turn] = found
+    return values
 
 
 def _read(entry: TensorEntry, files: SourceFiles, expert: int | None) -> Array:
@@ -154,15 +170,25 @@ def _awq_outputs(words: Array) -> Array:
     return ordered.reshape(len(words), -1)
 
 
-def _require_order(packed: PackedTensor, order: Array, files: SourceFiles) -> None:
-    """Raises CheckpointError unless input i is of group i // group, as kernels take it."""
-    if not np.array_equal(order, np.arange(len(order)) // packed.group):
-        entry = packed.parts["order"]
+def _inputs_in_turn(packed: PackedTensor, files: SourceFiles, expert: int | None) -> Array | None:
+    """The inputs sorted by their groups, or None when input i is of group i // group.
+
+    Raises CheckpointError when the groups are not all of the same size.
+    """
+    entry = packed.parts.get("order")
+    if entry is None:
+        return None
+    groups = _read(entry, files, expert)
+    in_order = np.arange(len(groups)) // packed.group
+    if np.array_equal(groups, in_order):
+        return None
+    in_turn = np.argsort(groups, kind="stable")
+    if not np.array_equal(groups[in_turn], in_order):
         raise CheckpointError(
-            f"{files.path(entry)}: tensor {entry.name} puts the inputs of {packed.name} into groups"
-            " out of order (desc_act), which is not read; take a checkpoint quantised without"
-            " desc_act, or a 16-bit one with --expert-dtype"
+            f"{files.path(entry)}: tensor {entry.name} does not put {packed.group} inputs of"
+            f" {packed.name} into each group; the checkpoint is damaged, download it again"
         )
+    return in_turn
 
 
 def _require_finite(

@@ -70,16 +70,25 @@ def awq(stem: str, weight: torch.Tensor, group: int = 32) -> tuple[State, torch.
 
 
 def gptq(
-    stem: str, weight: torch.Tensor, group: int = 32, symmetric: bool = False
+    stem: str,
+    weight: torch.Tensor,
+    group: int = 32,
+    symmetric: bool = False,
+    desc_act: bool = False,
 ) -> tuple[State, torch.Tensor]:
-    codes, zeros, scales = affine_codes(weight, group, symmetric=symmetric)
+    """`desc_act`: groups are of inputs in an order of their own, not of neighbours."""
+    in_turn = torch.arange(weight.shape[1])
+    if desc_act:
+        in_turn = torch.randperm(len(in_turn), generator=torch.Generator().manual_seed(3))
+    place = torch.argsort(in_turn)
+    codes, zeros, scales = affine_codes(weight[:, in_turn], group, symmetric=symmetric)
     state = {
-        f"{stem}.qweight": pack_along(codes).T.contiguous(),
+        f"{stem}.qweight": pack_along(codes[:, place]).T.contiguous(),
         f"{stem}.qzeros": pack_along((zeros.T - 1) & 15),
         f"{stem}.scales": scales.T.contiguous(),
-        f"{stem}.g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // group,
+        f"{stem}.g_idx": (place // group).to(torch.int32),
     }
-    return state, affine_values(codes, zeros, scales)
+    return state, affine_values(codes, zeros, scales)[:, place]
 
 
 def _scheme(**weights: Any) -> Any:

@@ -118,13 +118,32 @@ def refusal(directory: Path, name: str = f"{EXPERT}.weight") -> str:
     return message
 
 
-def test_inputs_out_of_order(checkpoint_of: Callable[..., Path], tmp_path: Path) -> None:
-    quantised, _ = make("gptq", checkpoint_of("qwen3_moe"), tmp_path)
+def test_inputs_out_of_order_mean_what_they_say(
+    checkpoint_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    quantised, meaning = make(
+        "gptq", checkpoint_of("qwen3_moe", num_hidden_layers=2), tmp_path, desc_act=True
+    )
+    theirs = load_file(meaning / "model.safetensors")
+    checkpoint = gather_packed(open_checkpoint(quantised))
+    files = SourceFiles(checkpoint, drop_cache=False)
+    for name in (
+        f"{EXPERT.replace('down', 'gate')}.weight",
+        "model.layers.1.self_attn.q_proj.weight",
+    ):
+        entry = checkpoint.tensors[name]
+        assert isinstance(entry, PackedTensor)
+        np.testing.assert_allclose(read_floats(entry, files), theirs[name].numpy(), rtol=3e-7)
+    files.close()
+
+
+def test_groups_of_unlike_sizes_are_no_order(
+    checkpoint_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    quantised, _ = make("gptq", checkpoint_of("qwen3_moe"), tmp_path, desc_act=True)
     name = EXPERT.replace("down", "gate")
-    rewrite(quantised, lambda state: state[f"{name}.g_idx"].copy_(torch.arange(64) % 2))
-    message = refusal(quantised, f"{name}.weight")
-    assert f"{name}.g_idx" in message
-    assert "desc_act" in message
+    rewrite(quantised, lambda state: state[f"{name}.g_idx"].fill_(0))
+    assert "into each group" in refusal(quantised, f"{name}.weight")
 
 
 @pytest.mark.parametrize(

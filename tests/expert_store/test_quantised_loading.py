@@ -250,6 +250,32 @@ def test_layouts_of_others_keep_every_value(
         torch.testing.assert_close(ours["down_proj"], down, rtol=3e-7, atol=0)
 
 
+def test_inputs_out_of_order_are_converted_or_refused(
+    checkpoint_of: Callable[..., Path], tmp_path: Path, segment: int
+) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from tests import native_checkpoints as native
+
+    plain = checkpoint_of("qwen3_moe", num_hidden_layers=2)
+    paths = tmp_path / "native", tmp_path / "meaning"
+    native.quantise_checkpoint(plain, *paths, "gptq", desc_act=True)
+
+    def floats(directory: Path, fd: int) -> np.ndarray[Any, Any]:
+        layout = load(Plan(open_checkpoint(directory), "auto", "fp32"), fd, lambda _: None).layout
+        start = layout.blocks_offset_bytes
+        return np.frombuffer(os.pread(fd, layout.total_bytes - start, start), np.float32)
+
+    found = floats(paths[0], segment)
+    other = create_segment("meaning")
+    np.testing.assert_allclose(found, floats(paths[1], other), rtol=3e-7)
+    os.close(other)
+
+    kept = create_segment("kept")
+    with pytest.raises(CheckpointError, match=r"g_idx .*desc_act.* say --expert-dtype bf16"):
+        load(Plan(open_checkpoint(paths[0]), "auto"), kept, lambda _: None)
+    os.close(kept)
+
+
 def test_gpt_oss_keeps_every_value_and_may_be_converted(
     checkpoint_of: Callable[..., Path], tmp_path: Path, store: Callable[..., Store]
 ) -> None:

@@ -77,12 +77,17 @@ def main(argv: list[str] | None = None) -> int:
         options.run_dir,
         options.wait,
         lambda: capabilities,
-        partial(_serve, num_threads=num_threads, max_isa=options.max_isa),
+        partial(
+            _serve,
+            num_threads=num_threads,
+            max_isa=options.max_isa,
+            numa_node=capabilities.numa_node,
+        ),
     )
 
 
-def _serve(link: WorkerLink, *, num_threads: int, max_isa: str) -> None:
-    importlib.import_module("cpu_worker.worker").serve(link, num_threads, max_isa)
+def _serve(link: WorkerLink, *, num_threads: int, max_isa: str, numa_node: int | None) -> None:
+    importlib.import_module("cpu_worker.worker").serve(link, num_threads, max_isa, numa_node)
 
 
 if __name__ == "__main__":

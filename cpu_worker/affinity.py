@@ -16,8 +16,9 @@ clear line: membind -> cpu-only -> none. Only a node that the machine does not h
 A process started by `numactl --membind` has its policy before its first line runs; that is found
 and reported, and kept when no node is asked for.
 
-`page_nodes` and `read_mapping` answer the other question: where do the pages of a buffer lie?
-The store's pages were placed by whoever touched them first, which no policy set here changes.
+`read_mapping`, and `page_nodes` of protocol.memory_nodes, answer the other question: where do the
+pages of a buffer lie? The store's pages were placed by the loader (expert_store.numa_placement), or
+by whoever touched them first, which no policy set here changes.
 """
 
 from __future__ import annotations
@@ -25,31 +26,22 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 import re
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from protocol.errors import UserError
 from protocol.machine import ROOT, NumaNode, format_cpu_list, read_cpus, read_nodes
+from protocol.memory_nodes import MAX_NODES, WORD_BITS, libc_syscall, node_mask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-#: System call numbers: arch/x86/entry/syscalls/syscall_64.tbl; include/uapi/asm-generic/unistd.h.
-_SYSCALL_NUMBERS = {
-    "x86_64": {"set_mempolicy": 238, "get_mempolicy": 239, "move_pages": 279},
-    "aarch64": {"set_mempolicy": 237, "get_mempolicy": 236, "move_pages": 239},
-}
 #: include/uapi/linux/mempolicy.h; the bits above the low byte are flags.
 _POLICY_NAMES = ("default", "preferred", "bind", "interleave", "local", "preferred-many")
 _MPOL_BIND = 2
 _MPOL_MODE_MASK = 0xFF
-#: The kernel refuses a mask narrower than its own number of possible nodes, which is at most this.
-_MAX_NODES = 1024
-_WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 Level = Literal["membind", "cpu-only", "none"]
 
@@ -75,34 +67,11 @@ class BindReport:
 
 
 @dataclass(frozen=True)
-class PageNodes:
-    """Where sampled pages lie: node -> pages; `num_absent` are not in memory yet."""
-
-    per_node: dict[int, int]
-    num_absent: int
-    num_unknown: int
-
-
-@dataclass(frozen=True)
 class Mapping:
     """One line of numa_maps: its policy (`default`, `bind:0`, ...) and pages per node."""
 
     policy: str
     per_node: dict[int, int]
-
-
-def _libc_syscall(name: str, *arguments: object) -> int:
-    """One system call by name. Raises OSError with the kernel's reason (ENOSYS if unknown)."""
-    number = _SYSCALL_NUMBERS.get(platform.machine(), {}).get(name)
-    if number is None or os.name != "posix":
-        raise OSError(errno.ENOSYS, f"{name} is not known on {platform.machine()}")
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall.restype = ctypes.c_long
-    result = libc.syscall(ctypes.c_long(number), *arguments)
-    if result < 0:
-        reason = ctypes.get_errno()
-        raise OSError(reason, os.strerror(reason))
-    return int(result)
 
 
 def _set_cpus(cpus: Iterable[int]) -> None:
@@ -117,7 +86,7 @@ def _get_cpus() -> set[int]:
 class Kernel:
     """The calls that change or ask; a test puts its own in their place."""
 
-    syscall: Callable[..., int] = field(default=_libc_syscall)
+    syscall: Callable[..., int] = field(default=libc_syscall)
     set_cpus: Callable[[Iterable[int]], None] = field(default=_set_cpus)
     get_cpus: Callable[[], set[int]] = field(default=_get_cpus)
 
@@ -230,12 +199,12 @@ def _bind_memory(node: NumaNode, kernel: Kernel) -> str | None:
     """None when the kernel confirms the memory policy, else why it does not hold."""
     if not node.is_memory_allowed:
         return "the cpuset allows no memory of this node"
-    mask = (ctypes.c_ulong * (_MAX_NODES // _WORD_BITS))()
-    mask[node.node // _WORD_BITS] = 1 << (node.node % _WORD_BITS)
     try:
-        # The kernel reads one bit less than it is told.
         kernel.syscall(
-            "set_mempolicy", ctypes.c_int(_MPOL_BIND), mask, ctypes.c_ulong(_MAX_NODES + 1)
+            "set_mempolicy",
+            ctypes.c_int(_MPOL_BIND),
+            node_mask(node.node),
+            ctypes.c_ulong(MAX_NODES + 1),
         )
     except OSError as error:
         return f"the system forbids binding memory ({_name_error(error)})"
@@ -250,13 +219,13 @@ def _bind_memory(node: NumaNode, kernel: Kernel) -> str | None:
 def _read_policy(kernel: Kernel) -> tuple[str, tuple[int, ...]]:
     """The calling thread's memory policy and its nodes; ("unknown", ()) if not to be asked."""
     mode = ctypes.c_int(0)
-    mask = (ctypes.c_ulong * (_MAX_NODES // _WORD_BITS))()
+    mask = (ctypes.c_ulong * (MAX_NODES // WORD_BITS))()
     try:
         kernel.syscall(
             "get_mempolicy",
             ctypes.byref(mode),
             mask,
-            ctypes.c_ulong(_MAX_NODES + 1),
+            ctypes.c_ulong(MAX_NODES + 1),
             ctypes.c_void_p(None),
             ctypes.c_ulong(0),
         )
@@ -265,49 +234,13 @@ def _read_policy(kernel: Kernel) -> tuple[str, tuple[int, ...]]:
     number = mode.value & _MPOL_MODE_MASK
     name = _POLICY_NAMES[number] if number < len(_POLICY_NAMES) else f"policy {number}"
     nodes = tuple(
-        index * _WORD_BITS + bit
+        index * WORD_BITS + bit
         for index, word in enumerate(mask)
         if word
-        for bit in range(_WORD_BITS)
+        for bit in range(WORD_BITS)
         if word >> bit & 1
     )
     return name, nodes
-
-
-def page_nodes(
-    address: int, num_bytes: int, *, max_pages: int = 512, kernel: Kernel | None = None
-) -> PageNodes:
-    """Sample the pages of [address, address + num_bytes) evenly and ask where each lies.
-
-    move_pages with no target moves nothing and answers a node, or a negated errno, per page.
-    Raises OSError where the system forbids the call.
-    """
-    kernel = kernel or Kernel()
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    first = address // page_bytes
-    num_pages = -(-(address + num_bytes) // page_bytes) - first
-    if num_bytes <= 0 or max_pages <= 0:
-        return PageNodes({}, 0, 0)
-    count = min(num_pages, max_pages)
-    pages = (ctypes.c_void_p * count)(
-        *((first + index * num_pages // count) * page_bytes for index in range(count))
-    )
-    status = (ctypes.c_int * count)()
-    kernel.syscall(
-        "move_pages",
-        ctypes.c_int(0),
-        ctypes.c_ulong(count),
-        pages,
-        ctypes.c_void_p(None),
-        status,
-        ctypes.c_int(0),
-    )
-    answers = Counter(status)
-    return PageNodes(
-        per_node={node: num for node, num in sorted(answers.items()) if node >= 0},
-        num_absent=answers[-errno.ENOENT],
-        num_unknown=sum(num for node, num in answers.items() if node < 0 and node != -errno.ENOENT),
-    )
 
 
 def read_mapping(address: int, *, root: Path = ROOT) -> Mapping | None:

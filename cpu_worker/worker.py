@@ -9,6 +9,7 @@ command is dropped, and counted, when the activation segment by now holds anothe
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from functools import partial
@@ -16,15 +17,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cpu_worker.affinity import page_nodes
 from cpu_worker.pool import ExpertPool
 from expert_kernels.native import make_expert_function
-from expert_kernels.probe import measure_rate
+from expert_kernels.probe import measure_rate, spread_experts
 from expert_kernels.reference import TORCH_DTYPE, use_one_thread
 from expert_kernels.step_rows import ActivationViews, StepRows, as_tensor, run_expert
+from expert_store.numa_placement import near_and_far
 from expert_store.segment import StoreView
 from protocol.completions import Completion, Completions
 from protocol.errors import ProtocolError
+from protocol.memory_nodes import page_nodes
 from protocol.messages import Execute, Executed
 from protocol.step_segment import ACTIVATIONS, WEIGHTS
 
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from protocol.worker_life import WorkerLink
 
 log = logging.getLogger("headrace")
+
+ExpertKey = tuple[int, int]  # layer, expert
 
 
 class CpuWorker:
@@ -63,7 +67,7 @@ class CpuWorker:
                 f"{self.layout.form.hidden_size}"
             )
         self._function = make_expert_function(self.layout, max_isa=max_isa, num_threads=num_threads)
-        self._tensors: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        self._tensors: dict[ExpertKey, dict[str, torch.Tensor]] = {}
         self._epoch = link.epoch
         self._completions = Completions.of(link)
         self.num_threads = num_threads
@@ -122,11 +126,11 @@ class CpuWorker:
         level = logging.WARNING if self.num_dropped == 1 else logging.DEBUG
         log.log(level, "dropped a command: %s (%d so far)", reason, self.num_dropped)
 
-    def measure_rate(self) -> float:
-        """Bytes/s at which this worker gets through experts of the store."""
+    def measure_rate(self, keys: Sequence[ExpertKey] = ()) -> float:
+        """Bytes/s at which this worker gets through experts of the store, or through these."""
         x = torch.linspace(-1, 1, self.layout.form.hidden_size).to(self._function.dtype)[None]
 
-        def compute(keys: Sequence[tuple[int, int]]) -> None:
+        def compute(keys: Sequence[ExpertKey]) -> None:
             if self._function.takes_whole_steps:
                 self._function.run_each([self._tensors_of(*key) for key in keys], x)
                 return
@@ -137,7 +141,12 @@ class CpuWorker:
             )
 
         batch = min(max(self.layout.top_k, self.num_threads), self.layout.total_experts)
-        return measure_rate(compute, self.layout, batch=batch)
+        return measure_rate(compute, self.layout, batch=batch, keys=keys)
+
+    def near_and_far(self, node: int) -> tuple[list[ExpertKey], list[ExpertKey]]:
+        """Experts on a NUMA node and the others, each in an order that spreads them. Raises OSError
+        where the system does not tell."""
+        return near_and_far(self._store, spread_experts(self.layout), node)
 
     def weight_pages(self) -> str:
         """One line on which NUMA nodes hold the weights, from a sample of their pages."""
@@ -184,13 +193,16 @@ class CpuWorker:
         return None
 
 
-def serve(link: WorkerLink, num_threads: int, max_isa: MaxIsa = "best") -> None:
+def serve(
+    link: WorkerLink, num_threads: int, max_isa: MaxIsa = "best", numa_node: int | None = None
+) -> None:
     """Set up, say `Ready`, then compute until the orchestrator is gone."""
     use_one_thread()
     worker = CpuWorker(link, num_threads, max_isa)
     try:
         with torch.inference_mode():
-            link.ready(_rate(link, worker))
+            rate, far_rate = _rates(link, worker, numa_node)
+            link.ready(rate, far_bytes_per_s=far_rate)
             while True:
                 _obey(link, worker, link.receive())
     finally:
@@ -199,21 +211,30 @@ def serve(link: WorkerLink, num_threads: int, max_isa: MaxIsa = "best") -> None:
             log.info("dropped %d commands in all", worker.num_dropped)
 
 
-def _rate(link: WorkerLink, worker: CpuWorker) -> float:
-    """Measured bytes/s, or 0.0 when a person has stated the rate."""
+def _rates(link: WorkerLink, worker: CpuWorker, numa_node: int | None) -> tuple[float, float]:
+    """Measured bytes/s, 0.0 when a person has stated the rate; and that over experts of other NUMA
+    nodes where some lie on this worker's and some do not, else 0.0."""
     pages, num_threads = worker.weight_pages(), worker.num_threads
     log.info("%s", pages)
     if link.setup.is_rate_stated:
-        return 0.0
+        return 0.0, 0.0
     link.progress(0, 1, f"measuring the rate of {num_threads} threads; {pages}")
-    rate = worker.measure_rate()
+    near: list[ExpertKey] = []
+    far: list[ExpertKey] = []
+    if numa_node is not None:
+        with contextlib.suppress(OSError):
+            near, far = worker.near_and_far(numa_node)
+    is_divided = bool(near and far)
+    rate = worker.measure_rate(near if is_divided else ())
+    far_rate = worker.measure_rate(far) if is_divided else 0.0
     log.info(
-        "computes experts at %.2f GB/s with %d threads (%s)",
+        "computes experts at %.2f GB/s with %d threads (%s)%s",
         rate / 1e9,
         num_threads,
         worker.isa,
+        f", those of other nodes at {far_rate / 1e9:.2f}" if is_divided else "",
     )
-    return rate
+    return rate, far_rate
 
 
 def _obey(link: WorkerLink, worker: CpuWorker, command: WorkerCommand | None) -> None:

@@ -39,15 +39,17 @@ def measure_rate(
     layout: StoreLayout,
     *,
     batch: int,
+    keys: Sequence[tuple[int, int]] = (),
     budget_s: float = PROBE_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Bytes of blocks per second that `compute` gets through, `batch` experts per call.
+    """Bytes of blocks per second that `compute` gets through, `batch` experts per call: all of the
+    store, or `keys` in this order.
 
     One untimed call comes first (page faults, one-time set-up of kernels). Takes about `budget_s`,
     or the time of a few calls where one alone is longer than a slice.
     """
-    order = spread_experts(layout)
+    order = keys or spread_experts(layout)
     position = 0
 
     def next_batch() -> list[tuple[int, int]]:

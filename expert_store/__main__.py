@@ -5,6 +5,7 @@
 
     --dtype auto|float32|...    type of the model's floats
     --expert-dtype auto|int4|...  how experts are stored (`expert_store.expert_dtype`)
+    --numa-nodes 0,1            nodes to divide experts among (`expert_store.numa_placement`)
 
 Standard output carries reports (`expert_store.reports`), one JSON object per line. Bad input
 is one ``error`` report and exit code 2. File headers are checked before torch and transformers are
@@ -26,6 +27,7 @@ from expert_store.expert_dtype import parse_expert_dtype
 from expert_store.packed import gather_packed
 from expert_store.reports import Failure, Progress, Report, encode_report
 from protocol.errors import EXIT_FAULT, EXIT_OK, EXIT_USER_ERROR, UserError
+from protocol.machine import parse_cpu_list
 
 
 def main(arguments: list[str]) -> int:
@@ -40,6 +42,8 @@ def main(arguments: list[str]) -> int:
         command.add_argument("--expert-dtype", default="auto", metavar="NAME")
         if name == "load":
             command.add_argument("--fd", type=int, required=True, help="empty memfd to load into")
+            command.add_argument("--reserved-fd", type=int, help="another, of reserved huge pages")
+            command.add_argument("--numa-nodes", type=parse_cpu_list, default=(), metavar="N,M")
         else:
             command.add_argument("--dense-dtype", default="auto", metavar="NAME")
     options = parser.parse_args(arguments)
@@ -68,7 +72,9 @@ def main(arguments: list[str]) -> int:
         plan = Plan(checkpoint, options.dtype, options.expert_dtype, dense_dtype)
         gc.enable()
         report(
-            plan.inspection() if options.command == "inspect" else load(plan, options.fd, report)
+            plan.inspection()
+            if options.command == "inspect"
+            else load(plan, options.fd, report, options.numa_nodes, options.reserved_fd)
         )
     except UserError as error:
         report(Failure(str(error)))

@@ -44,7 +44,7 @@ from expert_store.families import (
 from expert_store.kept_formats import choose_weights, packed_sources
 from expert_store.keys import ExpertParameter, KeyMap, map_keys
 from expert_store.layout import Dtype, StoreLayout, encode_header
-from expert_store.memory import WORKING_BYTES, memory_room, require_memory
+from expert_store.memory import WORKING_BYTES
 from expert_store.packed import gather_packed
 from expert_store.reading import (
     PIECE_BYTES,
@@ -52,10 +52,9 @@ from expert_store.reading import (
     Copy,
     PieceBuffers,
     SourceFiles,
-    write_all,
 )
 from expert_store.reports import Inspection, Loaded, Progress, QuantisationErrors
-from expert_store.segment import populate_huge_pages, size_segment
+from expert_store.store_room import make_room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
 
     from expert_store.checkpoint import TensorEntry
     from expert_store.layout import TensorName
+    from expert_store.reading import Write
 
 NUM_THREADS = 2
 _MAX_THREADS = 16  # of quantising
@@ -158,54 +158,56 @@ class Plan:
         )
 
 
-def load(plan: Plan, fd: int, report: Callable[[Progress], None]) -> Loaded:
-    """Size the empty memfd ``fd`` and fill it. ``report`` is called from this thread only.
+def load(
+    plan: Plan,
+    fd: int,
+    report: Callable[[Progress], None],
+    numa_nodes: tuple[int, ...] = (),
+    reserved_fd: int | None = None,
+) -> Loaded:
+    """Size the empty memfd ``fd`` and fill it, experts divided among ``numa_nodes`` if there are
+    any; or ``reserved_fd``, one of reserved huge pages, if there are enough of those. ``report`` is
+    called from this thread only.
 
-    Raises CheckpointError and NotEnoughMemoryError; then the segment holds no valid header.
+    Raises CheckpointError and NotEnoughMemoryError; then no segment holds a valid header.
     """
     layout = plan.layout
-    room = memory_room()
-    require_memory(layout.total_bytes, plan.dense_bytes, room)
-    try:
-        if os.fstat(fd).st_size != 0:
-            raise CheckpointError(f"descriptor {fd}: not an empty segment; pass a new memfd")
-        size_segment(fd, layout.total_bytes)
-    except OSError as error:
-        raise CheckpointError(
-            f"descriptor {fd}: not a memfd that this process inherited ({error.strerror});"
-            " pass the descriptor of a new memfd"
-        ) from error
+    started = time.monotonic()
+
+    def tell_room(done_bytes: int) -> None:
+        text = f"{done_bytes / 1e9:.1f} of {layout.total_bytes / 1e9:.1f} GB"
+        report(Progress(0, plan.total_bytes, f"making room in huge pages: {text}"))
+
+    room = make_room(fd, reserved_fd, layout, plan.dense_bytes, numa_nodes, tell_room)
     # Cached file pages can be dropped by the kernel, but under a tight limit it is better not to
     # let them pile up; with room to spare they make the next start fast.
-    used_bytes = layout.total_bytes + plan.dense_bytes + WORKING_BYTES
-    spare_bytes = room.available_bytes - used_bytes
-    started = time.monotonic()
-    huge_page_bytes = populate_huge_pages(
-        fd,
-        lambda done_bytes: report(
-            Progress(
-                0,
-                plan.total_bytes,
-                f"making room in huge pages: {done_bytes / 1e9:.1f} of"
-                f" {layout.total_bytes / 1e9:.1f} GB",
-            )
-        ),
-    )
-    files = SourceFiles(plan.checkpoint, drop_cache=spare_bytes < 2 * plan.total_bytes)
+    is_tight = room.spare_bytes - WORKING_BYTES < 2 * plan.total_bytes
+    files = SourceFiles(plan.checkpoint, drop_cache=is_tight)
     try:
-        errors = _Run(plan, fd, files).run(report)
+        errors = _Run(plan, room.write, files).run(report)
     finally:
         files.close()
-    write_all(fd, memoryview(encode_header(layout)), 0)
+    room.write(memoryview(encode_header(layout)), 0)
+    room.tell_placement(layout)
     seconds = max(time.monotonic() - started, 1e-9)
-    return Loaded(layout, seconds, plan.total_bytes / seconds, errors, huge_page_bytes)
+    return Loaded(
+        layout,
+        seconds,
+        plan.total_bytes / seconds,
+        errors,
+        room.huge_page_bytes,
+        room.is_reserved,
+        room.reserved_note,
+        room.numa_nodes,
+        room.numa_note,
+    )
 
 
 class _Run:
     """One load: threads take spans of copies in file order, then parameters to convert."""
 
-    def __init__(self, plan: Plan, fd: int, files: SourceFiles) -> None:
-        self._plan, self._fd, self._files = plan, fd, files
+    def __init__(self, plan: Plan, write: Write, files: SourceFiles) -> None:
+        self._plan, self._write_bytes, self._files = plan, write, files
         self._lock = threading.Lock()
         self._done_bytes = 0
         self._stop = threading.Event()
@@ -268,7 +270,9 @@ class _Run:
                 for piece in _pieces(copy, self._plan.dtype):
                     if self._stop.is_set():
                         return
-                    self._count(self._files.copy(piece, self._fd, self._plan.dtype, buffers))
+                    self._count(
+                        self._files.copy(piece, self._write_bytes, self._plan.dtype, buffers)
+                    )
 
         return run
 
@@ -300,7 +304,7 @@ class _Run:
     def _write(self, target: ExpertParameter, expert: int, raw: npt.NDArray[np.uint8]) -> None:
         place = self._plan.layout.tensor(target.name)
         offset = self._plan.layout.block_offset(target.layer, expert) + place.offset_bytes
-        write_all(self._fd, raw.reshape(-1).data, offset)
+        self._write_bytes(raw.reshape(-1).data, offset)
 
     def _convert(self, parameter: ExpertParameter) -> Callable[[PieceBuffers], None]:
         plan = self._plan

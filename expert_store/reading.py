@@ -20,7 +20,12 @@ import torch
 from expert_store.checkpoint import Checkpoint, CheckpointError, TensorEntry
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from expert_store.layout import Dtype
+
+    #: Puts bytes into a segment at an offset. Raises OSError.
+    Write = Callable[[memoryview, int], None]
 
 PIECE_BYTES = 1024 * 1024
 
@@ -120,8 +125,8 @@ class SourceFiles:
                 " the checkpoint is damaged, download it again"
             )
 
-    def copy(self, piece: Copy, segment_fd: int, dtype: Dtype, buffers: PieceBuffers) -> int:
-        """Do one Copy of at most PIECE_BYTES; returns the bytes read.
+    def copy(self, piece: Copy, write: Write, dtype: Dtype, buffers: PieceBuffers) -> int:
+        """Do one Copy of at most PIECE_BYTES into a segment; returns the bytes read.
 
         Raises CheckpointError for values that are not finite, in the file or after conversion.
         """
@@ -138,7 +143,7 @@ class SourceFiles:
             room = buffers.converted[: values.numel() * to_dtype.itemsize]
             converted = room.view(to_dtype).copy_(values)
             raw = self.checked_bytes(converted, source)
-        write_all(segment_fd, raw.data, piece.target_offset_bytes)
+        write(raw.data, piece.target_offset_bytes)
         return piece.num_bytes
 
     def checked_bytes(self, converted: torch.Tensor, source: TensorEntry) -> npt.NDArray[np.uint8]:

@@ -55,6 +55,14 @@ class Loaded(msgspec.Struct, frozen=True, tag="done", tag_field="type"):
     """None when no value was changed."""
     huge_page_bytes: int = 0
     """How much of the store the kernel has put into huge pages."""
+    is_reserved: bool = False
+    """Whether it lies in the segment of reserved huge pages, and not in the other."""
+    reserved_note: str = ""
+    """Why it does not, where there was such a segment."""
+    numa_nodes: tuple[int, ...] = ()
+    """NUMA nodes that experts were divided among (`expert_store.numa_placement`)."""
+    numa_note: str = ""
+    """One line on how that went, or why it did not; "" when it was not asked for."""
 
 
 class Inspection(msgspec.Struct, frozen=True, tag="inspection", tag_field="type", kw_only=True):

@@ -6,11 +6,15 @@ vanishes with the last process that holds it, whatever kills them. Its life:
     parent   fd = create_segment(name)        empty
     loader   size_segment(fd, total_bytes)    sized, then sealed: it can neither shrink nor grow
                                               any more, so no reader can meet SIGBUS
-    loader   populate_huge_pages(fd)          where the kernel gives such pages to shared memory
-    loader   populate_huge_pages(fd, told)    where the kernel has such pages for shared memory
-    loader   SegmentMap(fd, writable=True)    writes blocks, and the header last: a half-loaded
-                                              store does not decode
+    loader   populate_huge_pages(fd, told)    where the kernel gives such pages to shared memory
+    loader   pwrite, or into a mapping        blocks, and the header last: a half-loaded store does
+                                              not decode
     workers  StoreView(fd)                    read-only view of blocks and tensors
+
+Where an administrator has set huge pages aside (vm.nr_hugepages), a second memfd is made of those,
+create_reserved_segment(name), and the loader takes it if reserve_pages(fd, ...) finds enough of
+them. Such a segment is a whole number of its pages long, a little more than the store, and knows no
+write(): only a mapping.
 
 Writes are not sealed off: pinning host memory for a device may need a writable mapping.
 """
@@ -35,12 +39,15 @@ from expert_store.layout import (
     TensorLayout,
     TensorName,
     WrongMagicError,
+    align_up,
     decode_header,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
+
+    from protocol.machine import HugetlbPool
 
 NUMPY_DTYPE: dict[TensorDtype, type[np.generic]] = {
     "float32": np.float32,
@@ -53,8 +60,7 @@ _SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _OWN_COUNTERS = Path("/proc/self/smaps_rollup")
 _MADV_POPULATE_WRITE = 23  # not in the mmap module; asm-generic/mman-common.h
 _POPULATED_AT_ONCE = 256 * 1024 * 1024
-_MADV_POPULATE_WRITE = 23  # not in the mmap module; asm-generic/mman-common.h
-_POPULATED_AT_ONCE = 256 * 1024 * 1024
+_MFD_HUGE_SHIFT = 26  # the page size's logarithm lies there; linux/memfd.h
 
 
 def create_segment(name: str) -> int:
@@ -66,6 +72,74 @@ def size_segment(fd: int, total_bytes: int) -> None:
     """Give the segment its one and final size. Raises OSError when it is sealed already."""
     os.ftruncate(fd, total_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+
+
+def most_free(pools: Sequence[HugetlbPool]) -> HugetlbPool | None:
+    """The pool of reserved pages with the most free bytes; None where none has a free page."""
+    pool = max(pools, key=lambda pool: pool.num_free * pool.page_bytes, default=None)
+    return pool if pool is not None and pool.num_free else None
+
+
+def create_reserved_segment(name: str, pool: HugetlbPool) -> int | None:
+    """A new, empty memfd of reserved huge pages, of which it takes none yet; None where the kernel
+    makes no such thing. The caller owns the descriptor."""
+    page_bits = (pool.page_bytes.bit_length() - 1) << _MFD_HUGE_SHIFT
+    try:
+        return os.memfd_create(
+            name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | page_bits
+        )
+    except OSError:
+        return None
+
+
+def reserve_pages(
+    fd: int,
+    total_bytes: int,
+    told: Callable[[int], None],
+    prepare: Callable[[mmap.mmap], None] = lambda _: None,
+) -> mmap.mmap | None:
+    """Size the empty segment of `create_reserved_segment` and take all its pages. Returns a
+    writable mapping of it, or None when there are not enough: then the segment is empty again.
+
+    All at once, because a page that is not there when somebody touches it is SIGBUS. ``prepare``
+    sees the mapping before its first page is touched; ``told`` as in `populate_huge_pages`.
+    """
+    num_bytes = align_up(total_bytes, page_bytes(fd))
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    try:
+        os.ftruncate(fd, num_bytes)
+        region = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=protection)
+    except OSError:
+        os.ftruncate(fd, 0)
+        return None
+    try:
+        prepare(region)
+        _populate(region, num_bytes, told)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError:
+        region.close()
+        os.ftruncate(fd, 0)
+        return None
+    return region
+
+
+def write_into(region: mmap.mmap, data: memoryview, offset_bytes: int) -> None:
+    """Copy into a mapping; other threads run meanwhile."""
+    target = np.frombuffer(region, np.uint8, len(data), offset_bytes)
+    np.copyto(target, np.frombuffer(data, np.uint8))
+
+
+def page_bytes(fd: int) -> int:
+    """The size of a segment's pages: of reserved huge ones, else the system's."""
+    return os.fstatvfs(fd).f_bsize
+
+
+def _populate(region: mmap.mmap, num_bytes: int, told: Callable[[int], None]) -> None:
+    """Touch every page. Raises OSError when there is no memory, or no such call."""
+    for start in range(0, num_bytes, _POPULATED_AT_ONCE):
+        count = min(_POPULATED_AT_ONCE, num_bytes - start)
+        region.madvise(_MADV_POPULATE_WRITE, start, count)
+        told(start + count)
 
 
 def huge_pages_enabled(setting: Path = _SHMEM_HUGE_PAGES) -> bool:
@@ -99,10 +173,7 @@ def populate_huge_pages(
     with mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=protection) as region:
         try:
             region.madvise(mmap.MADV_HUGEPAGE)
-            for start in range(0, num_bytes, _POPULATED_AT_ONCE):
-                count = min(_POPULATED_AT_ONCE, num_bytes - start)
-                region.madvise(_MADV_POPULATE_WRITE, start, count)
-                told(start + count)
+            _populate(region, num_bytes, told)
         except OSError:
             pass  # no such call, or no memory: what is missing comes in small pages, by writing
         return _huge_bytes_mapped(counters) - before_bytes
@@ -129,10 +200,10 @@ class SegmentMap:
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._map = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=prot)
         self.num_bytes = num_bytes
-        self.has_huge_pages = False
+        self.has_huge_pages = page_bytes(fd) > mmap.PAGESIZE
         with contextlib.suppress(OSError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
-            self.has_huge_pages = huge_pages_enabled()
+            self.has_huge_pages = self.has_huge_pages or huge_pages_enabled()
         self.memory = memoryview(self._map)
 
     def close(self) -> None:
@@ -153,7 +224,8 @@ class StoreView:
         self._map = SegmentMap(fd, writable=writable)
         try:
             self.layout: StoreLayout = decode_header(self._map.memory[:HEADER_BYTES])
-            if self.layout.total_bytes != self._map.num_bytes:
+            total_bytes = self.layout.total_bytes
+            if self._map.num_bytes not in (total_bytes, align_up(total_bytes, page_bytes(fd))):
                 raise DamagedHeaderError(
                     f"expert store: the segment has {self._map.num_bytes} bytes,"
                     f" its header says {self.layout.total_bytes}; load the model again"

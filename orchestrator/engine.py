@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import signal
 import time
 from typing import TYPE_CHECKING, Any
@@ -54,7 +53,14 @@ from orchestrator.native_reuse import load_kernel
 from orchestrator.news import News
 from orchestrator.opening import Opening, wants_opening
 from orchestrator.requests import RequestBook
-from orchestrator.set_up import check_settings, core_config, log_header, make_segments, worker_setup
+from orchestrator.set_up import (
+    check_settings,
+    core_config,
+    log_header,
+    make_segments,
+    make_weight_segments,
+    worker_setup,
+)
 from orchestrator.settings import PipelineSettings, count_slots
 from orchestrator.standing import status_of
 from orchestrator.supervisor import Supervisor
@@ -175,8 +181,7 @@ class Engine:
         if settings.latency_log is not None:
             self._log_file = LogFile(settings.latency_log)
             stack.callback(self._log_file.close)
-        weights_fd = os.memfd_create("headrace-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        stack.callback(os.close, weights_fd)
+        weights_fd, reserved_fd = make_weight_segments(settings, stack)
         with LoadProgress(settings.model_dir.resolve().name) as progress:
 
             def on_progress(done_bytes: int, total_bytes: int, text: str) -> None:
@@ -186,7 +191,7 @@ class Engine:
                     # The files are whole. A worker's imports take seconds: it makes them
                     # meanwhile, and its life line waits for the segments.
                     self._supervisor = Supervisor(
-                        settings.num_cpu_workers,
+                        settings.cpu_worker_flags,
                         run_dir,
                         settings.log_flags,
                         settings.kernel_flags,
@@ -201,12 +206,16 @@ class Engine:
                 settings.expert_dtype,
                 weights_fd,
                 lambda report: on_progress(report.done_bytes, report.total_bytes, report.text),
+                settings.numa_nodes,
+                reserved_fd,
             )
+        if loaded.is_reserved and reserved_fd is not None:
+            weights_fd = reserved_fd
         if loaded.errors is not None:
             tell_errors(loaded.errors)
         self._layout = layout = loaded.layout
         self._num_slots = count_slots(settings.slots, layout.total_experts)
-        self._make_core()
+        self._make_core(loaded.numa_nodes)
         if settings.record_routing is not None:
             self._recorder = TraceRecorder(settings.record_routing, layout)
             stack.callback(self._recorder.close)
@@ -236,8 +245,9 @@ class Engine:
             if self._log_file is not None:
                 self._log_file.flush()
 
-    def _make_core(self) -> None:
-        config = core_config(self.settings, self._layout, self._num_slots, self._text_model.context)
+    def _make_core(self, numa_nodes: tuple[int, ...]) -> None:
+        context = self._text_model.context
+        config = core_config(self.settings, self._layout, self._num_slots, context, numa_nodes)
         self._is_calibrated = config.costs is not None
         try:
             self._core = Core(config, load_kernel())

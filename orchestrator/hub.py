@@ -272,7 +272,16 @@ class Hub:
         rate = f", {ready.bytes_per_s / 1e9:.2f} GB/s" if ready.bytes_per_s else ""
         log.info("%s is ready%s", worker, rate)
         self._on_change(worker, "joined")
-        self._deliver(WorkerJoined(worker.epoch, worker.role, ready.bytes_per_s, ready.arena))
+        self._deliver(
+            WorkerJoined(
+                worker.epoch,
+                worker.role,
+                ready.bytes_per_s,
+                ready.arena,
+                worker.capabilities.numa_node,
+                ready.far_bytes_per_s,
+            )
+        )
 
     # ---------------------------------------------------------------- what workers are told
 

@@ -41,22 +41,34 @@ async def load_store(
     expert_dtype: str,
     fd: int,
     on_progress: Callable[[Progress], None],
+    numa_nodes: str = "",
+    reserved_fd: int | None = None,
 ) -> Loaded:
-    """Load the experts of a checkpoint into the empty memfd `fd`.
+    """Load the experts of a checkpoint into the empty memfd `fd`, or into `reserved_fd` if there
+    are enough of its huge pages, divided among `numa_nodes`.
 
     Raises:
         UserError: the checkpoint cannot be loaded; its one sentence.
         LoaderFault: the loader broke down.
     """
     arguments = _arguments("load", model_dir, dtype, expert_dtype)
-    report = await _run([*arguments, "--fd", str(fd)], (fd,), on_progress)
+    if numa_nodes:
+        arguments += ["--numa-nodes", numa_nodes]
+    fds: tuple[int, ...] = (fd,)
+    if reserved_fd is not None:
+        fds = (fd, reserved_fd)
+        arguments += ["--reserved-fd", str(reserved_fd)]
+    report = await _run([*arguments, "--fd", str(fd)], fds, on_progress)
     if not isinstance(report, Loaded):
         raise LoaderFault("the loader answered something else")
     log.info(
-        "%.2f of the experts' %.2f GB lie in huge pages",
+        "%.2f of the experts' %.2f GB lie in huge pages%s",
         report.huge_page_bytes / 1e9,
         report.layout.total_bytes / 1e9,
+        ", reserved ones" if report.is_reserved else report.reserved_note,
     )
+    if report.numa_note:
+        log.log(logging.INFO if report.numa_nodes else logging.WARNING, "%s", report.numa_note)
     return report
 
 

@@ -10,6 +10,8 @@ import os
 from typing import TYPE_CHECKING
 
 from expert_store.memory import memory_room
+from expert_store.numa_placement import expert_nodes
+from expert_store.segment import create_reserved_segment, create_segment, most_free
 from orchestrator.calibrate.profile import find_profile, key_of
 from orchestrator.core.events import CoreConfig
 from orchestrator.core.fill_choice import FillBehind
@@ -28,6 +30,7 @@ from protocol.completions import (
 )
 from protocol.errors import UserError
 from protocol.lifeline import SegmentGrant
+from protocol.machine import ROOT, format_cpu_list, parse_cpu_list, read_huge_pages, read_nodes
 from protocol.messages import Role, WorkerSetup
 from protocol.residency import residency_grant
 from protocol.routing import ROUTING, routing_grant
@@ -53,9 +56,15 @@ def check_settings(settings: PipelineSettings) -> None:
 
     Raises:
         UserError: slots, policy, planner or fill mode make no sense, whatever the model, or
-            the device cannot be had here.
+            the device or a NUMA node cannot be had here.
     """
     count_slots(settings.slots, MANY_EXPERTS)
+    here = [node.node for node in read_nodes(ROOT)]
+    if not set(parse_cpu_list(settings.numa_nodes)) <= set(here):
+        raise UserError(
+            f"--numa-nodes {settings.numa_nodes}: this machine has no such NUMA nodes, only "
+            f"{format_cpu_list(here)}."
+        )
     if settings.device == "cuda":
         try:  # to load it touches no device; loading a model first would cost minutes
             ctypes.CDLL("libcuda.so.1")
@@ -85,9 +94,14 @@ def calibrated_costs(settings: PipelineSettings, layout: StoreLayout) -> BranchC
 
 
 def core_config(
-    settings: PipelineSettings, layout: StoreLayout, num_slots: int, context: int
+    settings: PipelineSettings,
+    layout: StoreLayout,
+    num_slots: int,
+    context: int,
+    numa_nodes: tuple[int, ...] = (),
 ) -> CoreConfig:
-    """What the core decides by. `context` bounds the tokens of one sequence."""
+    """What the core decides by. `context` bounds the tokens of one sequence; experts were divided
+    among `numa_nodes` when they were loaded."""
     return CoreConfig(
         num_layers=layout.num_layers,
         top_k=layout.top_k,
@@ -106,6 +120,7 @@ def core_config(
         link_bytes_per_s=settings.link_bytes_per_s,
         max_num_seqs=settings.max_num_seqs,
         report_plans=True,
+        expert_nodes=expert_nodes(layout, numa_nodes),
     )
 
 
@@ -133,6 +148,21 @@ def worker_setup(
         dense_path=settings.dense_path,
         dense_dtype=settings.dense_dtype,
     )
+
+
+def make_weight_segments(
+    settings: PipelineSettings, stack: contextlib.ExitStack
+) -> tuple[int, int | None]:
+    """Descriptors, which `stack` closes, of two empty segments for the weights: an ordinary one,
+    and one of huge pages where the machine has some set aside that are free."""
+    name = "headrace-weights"
+    fd = create_segment(name)
+    stack.callback(os.close, fd)
+    pool = most_free(read_huge_pages(ROOT).pools) if settings.huge_pages == "auto" else None
+    reserved_fd = None if pool is None else create_reserved_segment(name, pool)
+    if reserved_fd is not None:
+        stack.callback(os.close, reserved_fd)
+    return fd, reserved_fd
 
 
 def make_segments(

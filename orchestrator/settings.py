@@ -13,6 +13,7 @@ import msgspec
 
 from orchestrator.core.fill_choice import FillBehindMode
 from protocol.errors import UserError
+from protocol.machine import parse_cpu_list
 
 #: How misses are treated unless a person says otherwise; docs/policies.md has the reasons.
 DEFAULT_POLICY = "reuse-tables"
@@ -47,6 +48,10 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     link_gbps: float | None = None
     emulate_link_gbps: float | None = None
     num_cpu_workers: int = 1
+    #: "0,1": experts are divided among these NUMA nodes, and cpu_workers bound to them; "": none.
+    numa_nodes: str = ""
+    #: "auto": huge pages that were set aside are used if enough are free; "off": left alone.
+    huge_pages: str = "auto"
     max_rows: int = DEFAULT_MAX_ROWS
     max_context: int | None = None
     #: Requests that are served at once; more wait.
@@ -85,6 +90,16 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     def kernel_flags(self) -> list[str]:
         """What workers that compute experts are told besides."""
         return ["--max-isa", self.max_isa]
+
+    @property
+    def cpu_worker_flags(self) -> list[list[str]]:
+        """What each cpu_worker is told besides: they take turns at the nodes."""
+        nodes = parse_cpu_list(self.numa_nodes)
+        if not nodes:
+            return [[]] * self.num_cpu_workers
+        return [
+            ["--numa-node", str(nodes[index % len(nodes)])] for index in range(self.num_cpu_workers)
+        ]
 
     @property
     def host_bytes_per_s(self) -> float | None:

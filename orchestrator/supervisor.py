@@ -40,20 +40,21 @@ _KILL_S = 2.0
 
 
 class Supervisor:
-    """Runs one gpu_worker, one dma_worker and some cpu_workers. `on_fatal(sentence, exit_code)` is
-    called when a worker cannot be kept running; `last_words(pid)` tells why one failed."""
+    """Runs one gpu_worker, one dma_worker and a cpu_worker for each of `cpu_worker_flags`.
+    `on_fatal(sentence, exit_code)` is called when a worker cannot be kept running;
+    `last_words(pid)` tells why one failed."""
 
     def __init__(
         self,
-        num_cpu_workers: int,
+        cpu_worker_flags: list[list[str]],
         run_dir: RunDir,
         log_flags: list[str],
         kernel_flags: list[str],
         last_words: Callable[[int], str],
         on_fatal: Callable[[str, int], None],
     ) -> None:
-        self._roles: list[Role] = ["gpu_worker", "dma_worker"]
-        self._roles += ["cpu_worker"] * num_cpu_workers
+        self._workers: list[tuple[Role, list[str]]] = [("gpu_worker", []), ("dma_worker", [])]
+        self._workers += [("cpu_worker", flags) for flags in cpu_worker_flags]
         self._run_dir = run_dir
         self._log_flags = log_flags
         self._kernel_flags = kernel_flags
@@ -67,16 +68,16 @@ class Supervisor:
 
     def start(self) -> None:
         """Start all workers in the running loop."""
-        self._tasks = [asyncio.create_task(self._keep(role)) for role in self._roles]
+        self._tasks = [asyncio.create_task(self._keep(*worker)) for worker in self._workers]
 
     def worker_is_ready(self, pid: int) -> None:
         """A worker said Ready: it can start, so its next death is no failed start."""
         self._ready_pids.add(pid)
 
-    async def _keep(self, role: Role) -> None:
+    async def _keep(self, role: Role, own_flags: list[str]) -> None:
         backoff_s = _FIRST_BACKOFF_S
         num_failed_starts = 0
-        flags = self._log_flags
+        flags = [*self._log_flags, *own_flags]
         if role != "dma_worker":
             flags = [*flags, *self._kernel_flags]
         while not self._stopping.is_set():

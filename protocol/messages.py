@@ -57,10 +57,8 @@ class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
     device: str = "cpu"
     num_threads: int = 1
     cpus: list[int] = []
-    #: NUMA node the memory and threads are bound to; None when unbound.
-    numa_node: int | None = None
-    #: One plain line on how binding went, or why it did not.
-    numa_note: str = ""
+    numa_node: int | None = None  # that memory and threads are bound to
+    numa_note: str = ""  # one plain line on how binding went, or why it did not
     isa: str = ""
     build: str = ""
 
@@ -87,7 +85,8 @@ class Progress(Message, frozen=True):
 class Ready(Message, frozen=True):
     """The worker can take commands. `bytes_per_s` is its measured rate, 0.0 when it has none.
 
-    cpu_worker: rate of the real kernel over experts of the store (B_H).
+    cpu_worker: rate of the real kernel over experts of the store (B_H); where they lie on several
+    NUMA nodes, over those of its own, and `far_bytes_per_s` over the others.
     dma_worker: rate of expert-sized copies (B_P), pacing included.
     gpu_worker: `arena` says how its slots are reached.
     """
@@ -95,6 +94,7 @@ class Ready(Message, frozen=True):
     epoch: Epoch
     bytes_per_s: float = 0.0
     arena: Arena | None = None
+    far_bytes_per_s: float = 0.0
 
 
 class Arena(msgspec.Struct, frozen=True):

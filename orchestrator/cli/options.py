@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 DEVICES = ("cpu", "cuda")
 DENSE_PATHS = ("eager", "traced", "compiled", "native")
 PROBE_MODES = ("auto", "on", "off")
+HUGE_PAGES_MODES = ("auto", "off")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 #: As orchestrator.core knows them; a test compares.
 POLICIES = ("lfu", "lru", "lru-layer", "reuse", "reuse-tables")
@@ -72,6 +73,19 @@ def expert_dtype(text: str) -> str:
         said = str(error).removeprefix("--expert-dtype ").removesuffix(".")
         raise argparse.ArgumentTypeError(said) from None
     return text
+
+
+def numa_nodes(text: str) -> str:
+    """An argparse type for --numa-nodes: node numbers, as the kernel writes lists of them."""
+    from protocol.machine import format_cpu_list, parse_cpu_list
+
+    try:
+        nodes = parse_cpu_list(text)
+    except ValueError:
+        nodes = ()
+    if not nodes:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of NUMA nodes like 0,1 or 0-3")
+    return format_cpu_list(nodes)
 
 
 def add_run_dir(parser: argparse.ArgumentParser, default: str) -> None:
@@ -194,7 +208,21 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
         "--cpu-workers",
         type=number(int, 0, "workers"),
         metavar="N",
-        help="cpu_workers to start; with 0 every miss is filled (default: 1)",
+        help="cpu_workers to start; with 0 every miss is filled (default: 1, or one per node of "
+        "--numa-nodes)",
+    )
+    group.add_argument(
+        "--numa-nodes",
+        type=numa_nodes,
+        metavar="N,M",
+        help="divide the experts' memory evenly among these NUMA nodes, and bind the cpu_workers "
+        "to them: each computes what lies on its own node (default: wherever the system puts it)",
+    )
+    group.add_argument(
+        "--huge-pages",
+        choices=HUGE_PAGES_MODES,
+        help="auto: the experts lie in huge pages that were set aside (vm.nr_hugepages) if enough "
+        "of them are free; off: those are left to others (default: auto)",
     )
     group.add_argument(
         "--max-context",
@@ -278,6 +306,8 @@ _FIELDS = {
     "emulate_link_gbps": "emulate_link_gbps",
     "probe": "probe",
     "cpu_workers": "num_cpu_workers",
+    "numa_nodes": "numa_nodes",
+    "huge_pages": "huge_pages",
     "max_context": "max_context",
     "max_num_seqs": "max_num_seqs",
     "latency_log": "latency_log",
@@ -310,7 +340,10 @@ def pipeline_arguments(options: argparse.Namespace) -> list[str]:
 def settings_from(options: argparse.Namespace, run_dir: Path, **more: Any) -> PipelineSettings:
     """Settings of the orchestrator from parsed flags."""
     from orchestrator.settings import PipelineSettings
+    from protocol.machine import parse_cpu_list
 
     values = {field: getattr(options, name) for name, field in _FIELDS.items()}
     given = {field: value for field, value in values.items() if value is not None}
+    if "numa_nodes" in given and "num_cpu_workers" not in given:
+        given["num_cpu_workers"] = len(parse_cpu_list(given["numa_nodes"]))
     return PipelineSettings(model_dir=options.model, run_dir=run_dir, **given, **more)

@@ -102,6 +102,7 @@ class ExpertDispatch(ExpertPlacement):
             roster,
             ExpertDirectory(config.num_slots, policy),
             AdaptiveSplit(config, policy, memory.last_demand, *rates),
+            config.expert_nodes,
         )
         self._num_layers = config.num_layers
         self._report_plans = config.report_plans

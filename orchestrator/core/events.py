@@ -75,6 +75,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     max_num_seqs: int = 1
     #: Emit `Planned` for every layer-step; off, nothing is built for it.
     report_plans: bool = False
+    #: The NUMA node of every (layer, expert); empty where that does not matter or is not known.
+    expert_nodes: tuple[tuple[int, ...], ...] = ()
 
 
 class WorkerFault(ValueError):
@@ -92,12 +94,15 @@ class WorkerFault(ValueError):
 
 
 class WorkerJoined(msgspec.Struct, frozen=True):
-    """A worker said Ready. Epochs never repeat."""
+    """A worker said Ready. Epochs never repeat. `far_bytes_per_s`: of a cpu_worker, its rate over
+    experts of other NUMA nodes than its own; 0.0 where it has not measured that apart."""
 
     epoch: Epoch
     role: Role
     bytes_per_s: float = 0.0
     arena: Arena | None = None
+    numa_node: int | None = None
+    far_bytes_per_s: float = 0.0
 
 
 class WorkerLost(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ from orchestrator.core.adaptive_split import MAX_SAMPLE_ROWS
 from orchestrator.core.background import BackgroundFills
 from orchestrator.core.directory import SlotState
 from orchestrator.core.events import AllIn, RequestCounters, Unpublish
+from orchestrator.core.near_division import divide_near
 from orchestrator.core.planner import divide_among
 from protocol.messages import Copy, CopyId, Execute, Run, StepId
 
@@ -39,6 +40,7 @@ class ExpertPlacement:
     __slots__ = (
         "_background",
         "_counters",
+        "_expert_nodes",
         "_flight",
         "_last_copy",
         "_roster",
@@ -50,8 +52,15 @@ class ExpertPlacement:
         "work",
     )
 
-    def __init__(self, roster: Roster, directory: ExpertDirectory, split: AdaptiveSplit) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        directory: ExpertDirectory,
+        split: AdaptiveSplit,
+        expert_nodes: tuple[tuple[int, ...], ...],
+    ) -> None:
         self._roster = roster
+        self._expert_nodes = expert_nodes
         self._split = split
         self.directory = directory
         self._background = BackgroundFills(directory)
@@ -213,12 +222,16 @@ class ExpertPlacement:
     def _execute(
         self, work: LayerStep, experts: list[ExpertId], commands: list[CoreCommand]
     ) -> None:
-        """Divide `experts` among the cpu_workers, by their rates and the experts' rows."""
+        """Divide `experts` among the cpu_workers, by rates and nodes and the experts' rows."""
         if not experts:
             return
-        epochs = self._roster.cpu_epochs
+        epochs, rates = self._roster.cpu_epochs, self._roster.cpu_rates
         if len(epochs) == 1:
             parts = [experts]
+        elif self._expert_nodes and rates:
+            nodes = self._expert_nodes[work.layer]
+            homes = [nodes[expert] for expert in experts]
+            parts = divide_near(experts, homes, work.rows_of(experts), rates)
         else:
             parts = divide_among(experts, self._roster.cpu_shares, work.rows_of(experts))
         for epoch, part in zip(epochs, parts, strict=True):

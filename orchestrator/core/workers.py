@@ -7,7 +7,8 @@ The *link* is the branch that fills slots. It exists when the gpu_worker is ther
 write into its slots: the dma_worker, or the gpu_worker itself when its arena is "in_process".
 
 The rates, B_H of the host and B_P of the link, are those a person stated, else what the workers
-measured: the sum of all cpu_workers, and the worker that is the link.
+measured: the sum of all cpu_workers, and the worker that is the link. Where experts lie on NUMA
+nodes, cpu_workers have a rate for those of their own node and one for the others.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from orchestrator.core.events import WorkerFault
+from orchestrator.core.near_division import CpuRates
 
 if TYPE_CHECKING:
     from orchestrator.core.events import WorkerJoined
@@ -34,6 +36,7 @@ class Roster:
         "_stated_link_bytes_per_s",
         "arena",
         "cpu_epochs",
+        "cpu_rates",
         "cpu_shares",
         "dma_epoch",
         "gpu_epoch",
@@ -52,7 +55,7 @@ class Roster:
         self._stated_host_bytes_per_s = stated_host_bytes_per_s
         self._stated_link_bytes_per_s = stated_link_bytes_per_s
         self._gone: set[Epoch] = set()
-        self._cpus: dict[Epoch, float] = {}
+        self._cpus: dict[Epoch, WorkerJoined] = {}
         self._dma_bytes_per_s = 0.0
         self._gpu_bytes_per_s = 0.0
         self.gpu_epoch: Epoch | None = None
@@ -63,6 +66,8 @@ class Roster:
         self.cpu_epochs: list[Epoch] = []
         #: For each of `cpu_epochs`, its part of set C; only the ratios count.
         self.cpu_shares: list[float] = []
+        #: The same with nodes and what they cost; empty where no worker is bound to one.
+        self.cpu_rates: list[CpuRates] = []
         self.host_bytes_per_s = 0.0
         self.link_bytes_per_s = 0.0
         self._recount()
@@ -84,8 +89,9 @@ class Roster:
         epoch = event.epoch
         if epoch in self._gone or self._is_here(epoch):
             return False
-        if not 0 <= event.bytes_per_s < float("inf"):
-            raise WorkerFault(epoch, f"measured a rate of {event.bytes_per_s} bytes/s")
+        for rate in (event.bytes_per_s, event.far_bytes_per_s):
+            if not 0 <= rate < float("inf"):
+                raise WorkerFault(epoch, f"measured a rate of {rate} bytes/s")
         match event.role:
             case "gpu_worker":
                 if self.gpu_epoch is not None:
@@ -99,7 +105,7 @@ class Roster:
                     raise WorkerFault(epoch, f"is a second dma_worker beside {self.dma_epoch}")
                 self.dma_epoch, self._dma_bytes_per_s = epoch, event.bytes_per_s
             case "cpu_worker":
-                self._cpus[epoch] = event.bytes_per_s
+                self._cpus[epoch] = event
         self._recount()
         return True
 
@@ -125,10 +131,17 @@ class Roster:
         is_in_process = self.arena is not None and self.arena.kind == "in_process"
         self.link_epoch = self.gpu_epoch if is_in_process else self.attached_dma
         self.cpu_epochs = list(self._cpus)
-        measured = [rate for rate in self._cpus.values() if rate > 0]
+        joined = self._cpus.values()
+        measured = [cpu.bytes_per_s for cpu in joined if cpu.bytes_per_s > 0]
         # Who measured nothing is taken for average, so that it gets its part.
         usual = sum(measured) / len(measured) if measured else 1.0
-        self.cpu_shares = [rate or usual for rate in self._cpus.values()]
+        self.cpu_shares = [cpu.bytes_per_s or usual for cpu in joined]
+        self.cpu_rates = []
+        if any(cpu.numa_node is not None for cpu in joined):
+            self.cpu_rates = [
+                CpuRates(cpu.numa_node, near, cpu.far_bytes_per_s or near)
+                for cpu, near in zip(joined, self.cpu_shares, strict=True)
+            ]
         self.host_bytes_per_s = _stated_or(self._stated_host_bytes_per_s, sum(measured))
         link = self._gpu_bytes_per_s if is_in_process else self._dma_bytes_per_s
         self.link_bytes_per_s = _stated_or(self._stated_link_bytes_per_s, link)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cpu_worker.affinity import Kernel, bind_node, page_nodes, read_mapping
+from cpu_worker.affinity import Kernel, bind_node, read_mapping
 from protocol.errors import UserError
+from protocol.memory_nodes import page_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -194,7 +195,7 @@ def test_pages_are_counted_per_node() -> None:
     kernel = FakeKernel({0})
     answers = {0: 0, 1: 1, 2: 1, 3: -errno.ENOENT, 4: -errno.EFAULT}
     kernel.page_status = lambda page: answers[(page or 0) // page_bytes - 100]
-    found = page_nodes(100 * page_bytes + 8, 5 * page_bytes - 16, kernel=kernel.calls())
+    found = page_nodes(100 * page_bytes + 8, 5 * page_bytes - 16, syscall=kernel.syscall)
     assert found.per_node == {0: 1, 1: 2}
     assert (found.num_absent, found.num_unknown) == (1, 1)
 
@@ -209,10 +210,10 @@ def test_pages_are_sampled_over_the_whole_range() -> None:
         return 0
 
     kernel.page_status = remember
-    found = page_nodes(0, 1000 * page_bytes, max_pages=10, kernel=kernel.calls())
+    found = page_nodes(0, 1000 * page_bytes, max_pages=10, syscall=kernel.syscall)
     assert asked == list(range(0, 1000, 100))
     assert found.per_node == {0: 10}
-    assert page_nodes(0, 0, kernel=kernel.calls()).per_node == {}
+    assert page_nodes(0, 0, syscall=kernel.syscall).per_node == {}
 
 
 def test_numa_maps_line_of_an_address(tmp_path: Path) -> None:
@@ -232,7 +233,8 @@ def test_numa_maps_line_of_an_address(tmp_path: Path) -> None:
 
 BIND_AND_TELL = """
 import ctypes, json, os, sys
-from cpu_worker.affinity import bind_node, page_nodes, read_mapping
+from cpu_worker.affinity import bind_node, read_mapping
+from protocol.memory_nodes import page_nodes
 node = None if sys.argv[1] == "none" else int(sys.argv[1])
 report = bind_node(node)
 assert "torch" not in sys.modules and "numpy" not in sys.modules

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from expert_store.checkpoint import open_checkpoint
-from expert_store.segment import create_segment
+from expert_store.segment import create_reserved_segment, create_segment, most_free
+from protocol.machine import read_huge_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,6 +52,18 @@ def broken_copy(tmp_path: Path) -> Callable[[Path], Path]:
 @pytest.fixture
 def segment() -> Iterator[int]:
     fd = create_segment("test")
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def reserved() -> Iterator[int]:
+    """An empty segment of huge pages that were set aside."""
+    pool = most_free(read_huge_pages().pools)
+    if pool is None or pool.num_free * pool.page_bytes < 16 << 20:
+        pytest.skip("fewer than 16 MiB of huge pages are set aside here (sysctl vm.nr_hugepages)")
+    fd = create_reserved_segment("reserved", pool)
+    assert fd is not None
     yield fd
     os.close(fd)
 

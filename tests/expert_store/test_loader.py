@@ -19,7 +19,7 @@ from transformers.core_model_loading import (
 
 import expert_store.conversion
 import expert_store.keys
-from expert_store import loader, reading
+from expert_store import loader, reading, store_room
 from expert_store.checkpoint import CheckpointError, open_checkpoint
 from expert_store.layout import WrongMagicError
 from expert_store.loader import Plan, load
@@ -429,7 +429,7 @@ def test_a_file_that_shrinks_while_it_is_read(
 def test_memory_is_asked_for_before_anything_is_sized(
     qwen: Path, segment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "memory_room", lambda: MemoryRoom(1000, "the test's limit"))
+    monkeypatch.setattr(store_room, "memory_room", lambda: MemoryRoom(1000, "the test's limit"))
     with pytest.raises(NotEnoughMemoryError, match=r"the test's limit is 0\.00 GB"):
         load(Plan(open_checkpoint(qwen), "auto"), segment, lambda _: None)
     assert os.fstat(segment).st_size == 0
@@ -446,10 +446,10 @@ def test_a_tight_limit_lets_go_of_the_page_cache(
         real(fd, offset, length, what)
 
     monkeypatch.setattr(reading.os, "posix_fadvise", spy)
-    monkeypatch.setattr(loader, "memory_room", lambda: MemoryRoom(10**12, "plenty"))
+    monkeypatch.setattr(store_room, "memory_room", lambda: MemoryRoom(10**12, "plenty"))
     load_into(qwen)
     assert os.POSIX_FADV_DONTNEED not in advice
-    monkeypatch.setattr(loader, "memory_room", lambda: MemoryRoom(402_000_000, "tight"))
+    monkeypatch.setattr(store_room, "memory_room", lambda: MemoryRoom(402_000_000, "tight"))
     other = os.memfd_create("other", os.MFD_ALLOW_SEALING)
     load(Plan(open_checkpoint(qwen), "auto"), other, lambda _: None)
     os.close(other)

@@ -13,13 +13,20 @@ from expert_store.layout import make_layout as lay_out
 from expert_store.segment import (
     SegmentMap,
     StoreView,
+    create_reserved_segment,
     create_segment,
     huge_pages_enabled,
+    most_free,
+    page_bytes,
     populate_huge_pages,
+    reserve_pages,
     size_segment,
+    write_into,
 )
+from protocol.machine import HugetlbPool, read_huge_pages
 
 if TYPE_CHECKING:
+    import mmap
     from pathlib import Path
 
 LAYOUT = lay_out(
@@ -170,3 +177,54 @@ def test_small_pages_are_left_to_the_writer(segment: int, tmp_path: Path) -> Non
     assert populate_huge_pages(segment, told.append, setting=setting) == 0
     assert not told
     assert os.fstat(segment).st_blocks == 0
+
+
+# ---- huge pages that were set aside ----
+
+POOLS = [HugetlbPool(2 << 20, 64, 40), HugetlbPool(1 << 30, 2, 0)]
+
+
+def test_the_pool_with_the_most_free_memory_is_chosen() -> None:
+    assert most_free(POOLS) == POOLS[0]
+    assert most_free([*POOLS, HugetlbPool(1 << 30, 1, 1)]) == HugetlbPool(1 << 30, 1, 1)
+    assert most_free([HugetlbPool(2 << 20, 64, 0)]) is None
+    assert most_free([]) is None
+
+
+def test_a_reserved_segment_holds_a_store(reserved: int) -> None:
+    told: list[int] = []
+    prepared: list[int] = []
+
+    def prepare(region: mmap.mmap) -> None:
+        prepared.append(len(region))
+
+    region = reserve_pages(reserved, LAYOUT.total_bytes, told.append, prepare)
+    assert region is not None
+    size = page_bytes(reserved)
+    assert size >= 2 << 20
+    assert told == prepared == [len(region)]
+    assert len(region) % size == 0
+    assert LAYOUT.total_bytes <= len(region) < LAYOUT.total_bytes + size
+    with pytest.raises(PermissionError):
+        os.ftruncate(reserved, 0)
+    offset = LAYOUT.block_offset(1, 0)
+    write_into(region, memoryview(b"\x07" * 64), offset)
+    write_into(region, memoryview(encode_header(LAYOUT)), 0)
+    with StoreView(reserved) as view:
+        assert view.layout == LAYOUT
+        assert view.has_huge_pages
+        assert bytes(view.block(1, 0)[:65]) == b"\x07" * 64 + b"\0"
+    region.close()
+
+
+def test_too_few_reserved_pages_leave_the_segment_empty(reserved: int) -> None:
+    pool = most_free(read_huge_pages().pools)
+    assert pool is not None
+    too_many = (pool.num_free + 4096) * pool.page_bytes
+    assert reserve_pages(reserved, too_many, lambda _: None) is None
+    assert os.fstat(reserved).st_size == 0
+    assert most_free(read_huge_pages().pools) == pool  # and none was kept
+
+
+def test_a_page_size_that_the_kernel_has_not_is_no_segment() -> None:
+    assert create_reserved_segment("none", HugetlbPool(1 << 13, 1, 1)) is None

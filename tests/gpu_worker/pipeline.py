@@ -542,8 +542,10 @@ class ThreadWorker:
     def progress(self, done: int, total: int, text: str) -> None:
         self.send(Progress(self.epoch, done, total, text))
 
-    def ready(self, bytes_per_s: float = 0.0, arena: Arena | None = None) -> None:
-        self.send(Ready(self.epoch, bytes_per_s, arena))
+    def ready(
+        self, bytes_per_s: float = 0.0, arena: Arena | None = None, far_bytes_per_s: float = 0.0
+    ) -> None:
+        self.send(Ready(self.epoch, bytes_per_s, arena, far_bytes_per_s))
 
     def close(self, shutdown: Shutdown) -> int:
         self._commands.put(shutdown)

@@ -19,7 +19,7 @@ from protocol.errors import UserError
 from protocol.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from protocol.messages import Status
 
@@ -33,10 +33,16 @@ PROMPT = "Hello, mill wheel"
 class Processes:
     """Everything a test started; all of it is ended with the test."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(
+        self,
+        logs: Path,
+        python_path: Sequence[Path] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._logs = logs
         self._all: list[subprocess.Popen[bytes]] = []
-        self._environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT)}
+        path = os.pathsep.join(map(str, [*python_path, REPO_ROOT]))
+        self._environment = {**os.environ, "PYTHONPATH": path, **(environment or {})}
 
     def start(self, *arguments: object) -> subprocess.Popen[bytes]:
         """A Python process with these arguments; what it says goes to a file."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from expert_store.formats import FormatKind, ScaleKind
     from expert_store.layout import Dtype, ExpertForm, GateKind, StoreLayout
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LIBRARY_NAME = "headrace_experts.so"
 
 #: HrDtype.
@@ -103,6 +103,7 @@ class Step(ctypes.Structure):
         ("place_ids", ctypes.c_void_p),
         ("hidden", ctypes.c_void_p),
         ("places", ctypes.c_void_p),
+        ("most_threads", ctypes.c_int64),
     )
 
 

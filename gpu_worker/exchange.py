@@ -103,8 +103,7 @@ class Exchange:
         table = self._residency
         self._table = table if table is not None and table.epoch == self._epoch else None
         self._completions = None if self._table is None else self._all_completions
-        is_native = self._table is not None and self._replay is None
-        self._resident = self._all_resident if is_native else None
+        self._resident = None if self._table is None else self._all_resident
         if self._resident is not None:
             self._resident.begin_step(self._epoch, step, starts_some=self._completions is not None)
 
@@ -129,6 +128,8 @@ class Exchange:
         """
         routed_ns = time.monotonic_ns()
         table, resident = self._table, self._resident
+        if self._replay is not None:
+            choices = self._replay.choices(layer, choices)
         if resident is not None:
             begun = resident.begin(layer, routed_ns, hidden, choices, weights)
             if isinstance(begun, torch.Tensor):
@@ -144,8 +145,6 @@ class Exchange:
                 f"the router of MoE layer {layer} chose {choices.shape[1]} experts per row, "
                 f"the store says {self._top_k}"
             )
-        if self._replay is not None:
-            choices = self._replay.choices(layer, choices)
         self._rows = rows = self._all_rows
         counts = rows.route(hidden, choices, rows_apart=self._rows_apart)
         experts = list(counts)
@@ -203,7 +202,7 @@ class Exchange:
         missing = dict.fromkeys(counts)
         if seen:
             assert self._table is not None  # it was seen there
-            self._compute(list(seen), list(seen.values()))
+            self._compute(list(seen), list(seen.values()), len(counts) - len(seen))
             self._table.leave()
             for expert in seen:
                 del missing[expert]
@@ -230,7 +229,7 @@ class Exchange:
                         del missing[ExpertId(expert)]
                     fills = [(ExpertId(e), SlotId(slot)) for e, slot in landed if slot >= 0]
                     if fills:
-                        self._compute(*zip(*fills, strict=True))
+                        self._compute([e for e, _ in fills], [slot for _, slot in fills])
                         spin_us = SPIN_US
                     continue
             command = self._receive(wake_fd)
@@ -278,12 +277,14 @@ class Exchange:
             self._report(command.experts, started_ns)
         return output
 
-    def _compute(self, experts: Sequence[ExpertId], slots: Sequence[SlotId]) -> None:
+    def _compute(
+        self, experts: Sequence[ExpertId], slots: Sequence[SlotId], num_elsewhere: int = 0
+    ) -> None:
         for slot in slots:
             if slot >= self._num_slots:
                 raise ProtocolError(f"an expert was said to be in slot {slot} of {self._num_slots}")
         started_ns = time.monotonic_ns()
-        self._rows.compute(experts, slots)
+        self._rows.compute(experts, slots, num_elsewhere)
         self._report(list(experts), started_ns)
 
     def _report(self, experts: list[ExpertId], started_ns: int) -> None:

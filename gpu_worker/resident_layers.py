@@ -94,7 +94,7 @@ class ResidentLayers:
         self._pass.argtypes = [
             address, number, number, address, address, address, ctypes.c_int32, address,
         ]  # fmt: skip
-        self._compute.argtypes = [address, address, number, address, address]
+        self._compute.argtypes = [address, address, number, address, address, number]
         self._join.argtypes = [address, address, ctypes.c_int32, address]
         self._pass.restype = self._compute.restype = self._join.restype = ctypes.c_int32
         self._kept = (function, views, slots, table)  # what the pointers point into
@@ -102,6 +102,7 @@ class ResidentLayers:
         self._hidden_size = views.hidden.shape[1]
         self._top_k = views.top_k
         pool, form, isa = function.handles
+        self._num_threads = function.num_threads
         memory = slots.memory
         self._layers = _Layers(
             size_bytes=ctypes.sizeof(_Layers),
@@ -231,13 +232,20 @@ class ResidentLayers:
             if slot != NO_SLOT
         }
 
-    def compute(self, experts: Sequence[ExpertId], slots: Sequence[SlotId]) -> None:
-        """See gpu_worker.rows.Rows."""
+    def compute(
+        self, experts: Sequence[ExpertId], slots: Sequence[SlotId], num_elsewhere: int = 0
+    ) -> None:
+        """See gpu_worker.rows.Rows. The processors are shared with who computes `num_elsewhere`:
+        threads of two processes on one core only wait for each other."""
         count = len(experts)
+        most = 0
+        if num_elsewhere:
+            most = max(round(self._num_threads * count / (count + num_elsewhere)), 1)
         ks = (ctypes.c_int64 * count)(*[self._choice_of[expert] for expert in experts])
         told = self._compute(
-            self._address, self._hidden.data_ptr(), count, ks, (ctypes.c_int32 * count)(*slots)
-        )
+            self._address, self._hidden.data_ptr(), count, ks, (ctypes.c_int32 * count)(*slots),
+            most,
+        )  # fmt: skip
         if told != _PASSED:
             raise self._fault(told)
         self._computed_ns = time.monotonic_ns()

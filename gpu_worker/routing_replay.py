@@ -27,7 +27,7 @@ class RoutingReplay:
         self._num_steps = ids.shape[0]
         # By layer first: one layer's choices for the rows of a step is one index.
         self._ids = torch.from_numpy(ids.astype(np.int64)).transpose(0, 1).contiguous().to(device)
-        self._steps = torch.zeros(0, dtype=torch.int64, device=device)
+        self._forced = self._ids[:, :0]
 
     @classmethod
     def of(
@@ -55,7 +55,8 @@ class RoutingReplay:
     def begin_step(self, positions: Sequence[int]) -> None:
         """The rows of the step are those at these positions of their sequences."""
         steps = [position % self._num_steps for position in positions]
-        self._steps = torch.tensor(steps, device=self._ids.device)
+        # All layers at once: replays are for measuring what a layer takes by itself.
+        self._forced = self._ids[:, torch.tensor(steps, device=self._ids.device)]
 
     def choices(self, layer: int, chosen: torch.Tensor) -> torch.Tensor:
         """In place of `chosen` [n, K], of the same type.
@@ -63,7 +64,7 @@ class RoutingReplay:
         Raises:
             ProtocolError: K or n is another than recorded or announced.
         """
-        forced = self._ids[layer, self._steps].to(chosen.dtype)
+        forced = self._forced[layer].to(chosen.dtype)
         if forced.shape != chosen.shape:
             raise ProtocolError(
                 f"the router chose {tuple(chosen.shape)} experts, the routing that is to be "

@@ -51,8 +51,11 @@ class Rows(Protocol):
     def publish(self, step: int, layer: int) -> None:
         """Put what was routed where everybody sees it."""
 
-    def compute(self, experts: Sequence[ExpertId], slots: Sequence[SlotId]) -> None:
-        """Begin to compute `experts` (all of them chosen) from `slots`."""
+    def compute(
+        self, experts: Sequence[ExpertId], slots: Sequence[SlotId], num_elsewhere: int = 0
+    ) -> None:
+        """Begin to compute `experts` (all of them chosen) from `slots`, while others most likely
+        compute `num_elsewhere`."""
 
     def wait_computed(self) -> int:
         """Block until no slot of the last `compute` is read any more; when that was, in ns."""
@@ -145,7 +148,9 @@ class HostRows:
             views.choices[0:1].copy_(self._choices)
         views.write_header(step, layer, num_rows, rows_apart=self._rows_apart)
 
-    def compute(self, experts: Sequence[ExpertId], slots: Sequence[SlotId]) -> None:
+    def compute(
+        self, experts: Sequence[ExpertId], slots: Sequence[SlotId], num_elsewhere: int = 0
+    ) -> None:
         if self._step_rows is None:  # once per layer-step, and only if anything is resident
             self._step_rows = StepRows.of(
                 self._views,
@@ -245,7 +250,9 @@ class DeviceRows:
     def publish(self, step: int, layer: int) -> None:
         self._views.write_header(step, layer, self._num_rows, rows_apart=self._rows_apart)
 
-    def compute(self, experts: Sequence[ExpertId], slots: Sequence[SlotId]) -> None:
+    def compute(
+        self, experts: Sequence[ExpertId], slots: Sequence[SlotId], num_elsewhere: int = 0
+    ) -> None:
         for expert, slot in zip(experts, slots, strict=True):
             tensors = self._slots.tensors(slot)
             if self._num_rows == 1 and len(self._counts) == len(self._chosen):

@@ -12,7 +12,7 @@
 #define HR_EXPORT extern "C"
 #endif
 
-constexpr int32_t HR_ABI_VERSION = 2;
+constexpr int32_t HR_ABI_VERSION = 3;
 
 enum HrDtype : int32_t { HR_FLOAT32 = 0, HR_BFLOAT16 = 1, HR_FLOAT16 = 2 };
 
@@ -87,6 +87,7 @@ struct HrStep {
     const int64_t* place_ids;
     const void* hidden;
     float* places;
+    int64_t most_threads;  // that may take part; 0: all of the pool
 };
 
 struct HrPool;

@@ -188,7 +188,7 @@ void run_packed_step(HrPool& pool, const HrForm& form, const PackedFormat& forma
     const int64_t down_total =
         round_up(form.hidden_size, TILE_OUTPUTS) / TILE_OUTPUTS * job.down_bytes;
     const int64_t total = int64_t(job.experts.size()) * (first_total + down_total);
-    const int num_threads = useful_threads(pool, total);
+    const int num_threads = useful_threads(pool, total, step.most_threads);
     const int64_t tile_bytes = std::clamp(total / (num_threads * TILES_PER_THREAD),
                                           LEAST_TILE_BYTES, MOST_TILE_BYTES);
     job.first_units =

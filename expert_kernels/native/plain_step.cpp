@@ -185,5 +185,6 @@ void run_plain_step(HrPool& pool, const HrForm& form, const Kernels& kernels, co
         (job.up_rows + form.intermediate_size) * form.hidden_size * job.item;
     pool.threads.run(
         job.num_tiles(),
-        useful_threads(pool, int64_t(job.experts.size()) * expert_bytes), run_tile, &job);
+        useful_threads(pool, int64_t(job.experts.size()) * expert_bytes, step.most_threads),
+        run_tile, &job);
 }

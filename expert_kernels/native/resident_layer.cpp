@@ -86,7 +86,7 @@ void publish(const HrResidentLayers& layers, int64_t layer, const void* hidden,
 }  // namespace
 
 int32_t hr_compute_choices(const HrResidentLayers* layers, const void* hidden, int64_t count,
-                           const int64_t* ks, const int32_t* slots) {
+                           const int64_t* ks, const int32_t* slots, int64_t most_threads) {
     if (count < 0 || count > HR_MAX_TOP_K) return HR_UNKNOWN;
     const void* blocks[HR_MAX_TOP_K];
     int64_t begin[HR_MAX_TOP_K + 1], row_ids[HR_MAX_TOP_K];
@@ -104,6 +104,7 @@ int32_t hr_compute_choices(const HrResidentLayers* layers, const void* hidden, i
     step.place_ids = ks;
     step.hidden = hidden;
     step.places = layers->places;
+    step.most_threads = most_threads;
     const int32_t fault = hr_run(layers->pool, layers->form, int32_t(layers->isa), &step);
     return fault == 0 ? HR_PASSED : fault == 1 ? HR_NO_MEMORY : HR_UNKNOWN;
 }
@@ -157,7 +158,7 @@ int32_t hr_pass_layer(HrResidentLayers* layers, int64_t layer, int64_t routed_ns
         return HR_ROUTED;
     }
     const int64_t started_ns = now_ns();
-    const int32_t fault = hr_compute_choices(layers, hidden, all.top_k, ks, slots);
+    const int32_t fault = hr_compute_choices(layers, hidden, all.top_k, ks, slots, 0);
     const int64_t ended_ns = now_ns();
     if (fault) return fault;
     if (hr_join_row(layers, weights, weights_dtype, out)) return HR_UNKNOWN;

@@ -68,10 +68,12 @@ HR_EXPORT int32_t hr_pass_layer(HrResidentLayers* layers, int64_t layer, int64_t
                                 const void* hidden, const int64_t* choices, const void* weights,
                                 int32_t weights_dtype, void* out);
 
-// Compute choices ks[0 .. count) of the row from `slots`, into their places. Returns HR_PASSED,
-// HR_NO_MEMORY or HR_UNKNOWN; that the slots exist is the caller's to check.
+// Compute choices ks[0 .. count) of the row from `slots`, into their places, with `most_threads`
+// of the pool's threads or, if 0, all of them. Returns HR_PASSED, HR_NO_MEMORY or HR_UNKNOWN; that
+// the slots exist is the caller's to check.
 HR_EXPORT int32_t hr_compute_choices(const HrResidentLayers* layers, const void* hidden,
-                                     int64_t count, const int64_t* ks, const int32_t* slots);
+                                     int64_t count, const int64_t* ks, const int32_t* slots,
+                                     int64_t most_threads);
 
 // Add up all places into `out`, as hr_pass_layer does. Returns HR_PASSED or HR_UNKNOWN.
 HR_EXPORT int32_t hr_join_row(const HrResidentLayers* layers, const void* weights,

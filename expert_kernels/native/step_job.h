@@ -88,8 +88,10 @@ inline int64_t num_rows_of(const HrStep& step) {
 }
 
 // How many threads a step of that many bytes of weights keeps busy.
-inline int useful_threads(const HrPool& pool, int64_t num_bytes) {
-    return int(std::min<int64_t>(1 + num_bytes / BYTES_PER_THREAD, pool.threads.num_threads()));
+// `most`: that may take part; 0: all of the pool.
+inline int useful_threads(const HrPool& pool, int64_t num_bytes, int64_t most = 0) {
+    const int64_t all = pool.threads.num_threads();
+    return int(std::min(1 + num_bytes / BYTES_PER_THREAD, most > 0 ? std::min(most, all) : all));
 }
 
 inline void wait_for_zero(const std::atomic<int32_t>& counter) {

@@ -193,13 +193,19 @@ class AdaptiveSplit:
         if not num_misses:
             split = self._planner.plan(0, 0, has_cpu=has_cpu, has_link=has_link)
             return Decision([], [], [], split)
+        if not is_guest and rows is None and not num_adopted and has_cpu and has_link:
+            alone = self._floor_plan(directory, num_misses, may_fill=not arriving)
+            if alone is not None:  # all on one branch: which is best to fill is not asked
+                if alone.num_fills:
+                    return Decision(misses, [], [], alone)
+                return Decision([], misses + arriving, [], alone)
         if is_guest:
             candidates = _of_guest(directory, misses, rows)
             rows = rows or dict.fromkeys([*misses, *arriving], 1)
         else:
             candidates = self._choice.candidates(directory, misses)
         split = self._split(
-            directory, candidates, arriving, rows, num_adopted, has_cpu=has_cpu, has_link=has_link
+            candidates, arriving, rows, num_adopted, has_cpu=has_cpu, has_link=has_link
         )
         num_fills = split.num_fills
         if num_fills == 0:
@@ -215,9 +221,27 @@ class AdaptiveSplit:
             behind = self._behind.choose(candidates, num_fills, num_in_flight)
         return Decision(fills, on_cpu + arriving if arriving else on_cpu, behind, split)
 
+    def _floor_plan(
+        self, directory: ExpertDirectory, num_misses: int, *, may_fill: bool
+    ) -> Split | None:
+        """All of them on one branch, if the floor rule wants that now."""
+        fluid, floor = self._fluid, self._floor
+        if fluid is None or floor is None:
+            return None
+        times_s = fluid.times_s(num_misses)
+        predicted_s: dict[Arm, float] = {"split": min(times_s), "cpu": times_s[0]}
+        if may_fill and directory.num_reservable >= num_misses:
+            predicted_s["fill"] = times_s[-1]
+        held = floor.held
+        self._arm = arm = floor.next_arm(predicted_s)
+        if floor.held != held:
+            self._taken.append(ArmTaken(floor.held))
+        if arm == "split":
+            return None
+        return fluid.alone(num_misses, num_misses if arm == "fill" else 0)
+
     def _split(
         self,
-        directory: ExpertDirectory,
         candidates: Candidates,
         arriving: Sequence[ExpertKey],
         rows: dict[ExpertKey, int] | None,
@@ -229,32 +253,19 @@ class AdaptiveSplit:
         num_misses = len(candidates.ranked) + len(arriving)
         num_admitted = candidates.num_admitted
         fluid = self._fluid
-        if fluid is None:
+        if fluid is None or (rows is None and not num_adopted):
             return self._planner.plan(num_misses, num_admitted, has_cpu=has_cpu, has_link=has_link)
-        if rows is not None or num_adopted:
-            weights = None
-            if rows is not None:
-                weights = [rows[key] for key in (*candidates.ranked, *arriving)]
-            return fluid.plan(
-                num_misses,
-                num_admitted,
-                has_cpu=has_cpu,
-                has_link=has_link,
-                rows=weights,
-                link_ahead_bytes=0.5 * num_adopted * self._config.expert_bytes,
-            )
-        if self._floor is not None and has_cpu and has_link:
-            times_s = fluid.times_s(num_misses)
-            predicted_s: dict[Arm, float] = {"split": min(times_s), "cpu": times_s[0]}
-            if not arriving and directory.num_reservable >= num_misses:
-                predicted_s["fill"] = times_s[-1]
-            held = self._floor.held
-            self._arm = arm = self._floor.next_arm(predicted_s)
-            if self._floor.held != held:
-                self._taken.append(ArmTaken(self._floor.held))
-            if arm != "split":
-                return fluid.alone(num_misses, num_misses if arm == "fill" else 0)
-        return fluid.plan(num_misses, num_admitted, has_cpu=has_cpu, has_link=has_link)
+        weights = None
+        if rows is not None:
+            weights = [rows[key] for key in (*candidates.ranked, *arriving)]
+        return fluid.plan(
+            num_misses,
+            num_admitted,
+            has_cpu=has_cpu,
+            has_link=has_link,
+            rows=weights,
+            link_ahead_bytes=0.5 * num_adopted * self._config.expert_bytes,
+        )
 
     # ---- what it took ----
 

@@ -7,6 +7,7 @@ import random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,10 +19,11 @@ from expert_kernels.step_rows import ActivationViews
 from expert_store.layout import ExpertForm, make_layout
 from gpu_worker.exchange import Exchange
 from gpu_worker.resident_layers import ResidentLayers
+from gpu_worker.routing_replay import RoutingReplay
 from gpu_worker.rows import HostRows
 from gpu_worker.slots import SlotViews
 from protocol.errors import ProtocolError
-from protocol.messages import Routed, Run, StepId
+from protocol.messages import ExpertId, Routed, Run, SlotId, StepId
 from protocol.residency import ResidencyReader, ResidencyWriter, residency_grant
 from protocol.step_segment import activation_grant
 
@@ -44,7 +46,9 @@ class Side:
     """One gpu_worker's exchange over memory of its own; what it must ask for, `asked` counts and a
     `Run` of everything answers."""
 
-    def __init__(self, dtype: Dtype, *, is_native: bool) -> None:
+    def __init__(
+        self, dtype: Dtype, *, is_native: bool, replay: RoutingReplay | None = None
+    ) -> None:
         form = ExpertForm(
             hidden_size=HIDDEN, intermediate_size=40, has_gate=True, has_bias=False,
             is_transposed=False, is_interleaved=False, activation="silu", gate="act_mul",
@@ -54,14 +58,14 @@ class Side:
             model_layer_ids=tuple(range(NUM_LAYERS)), num_experts=(NUM_EXPERTS,) * NUM_LAYERS,
             top_k=TOP_K,
         )  # fmt: skip
-        function = NativeExpertFunction(layout)
+        function = NativeExpertFunction(layout, num_threads=2)
         slots = SlotViews(torch.zeros(NUM_SLOTS, layout.block_bytes, dtype=torch.uint8), function)
         torch.manual_seed(7)
         for slot in range(NUM_SLOTS):
             for tensor in slots.tensors(slot).values():
                 tensor.copy_(torch.randn(tensor.shape) / 4)
         grant = activation_grant(4, TOP_K, HIDDEN, dtype)
-        views = ActivationViews(mmap.mmap(-1, grant.num_bytes), grant)
+        self.views = views = ActivationViews(mmap.mmap(-1, grant.num_bytes), grant)
         residency = residency_grant(NUM_LAYERS, NUM_EXPERTS, NUM_EXPERTS, NUM_REPORTS)
         memory = bytearray(residency.num_bytes)
         self.writer = ResidencyWriter(memory, residency)
@@ -72,7 +76,7 @@ class Side:
         link: Any = SimpleNamespace(epoch=EPOCH, send=self._hear)
         self.exchange = Exchange(
             link, HostRows(views, function, slots, NativeJoin()), TOP_K, NUM_SLOTS,
-            self._answer, lambda _: None, self.reader,
+            self._answer, lambda _: None, self.reader, replay,
             resident=self.resident if is_native else None,
         )  # fmt: skip
 
@@ -130,6 +134,49 @@ def test_both_ways_say_and_compute_the_same(dtype: Dtype) -> None:
         ]
     assert num_asked > 20
     assert num_passed > 20
+
+
+def test_replayed_routing_goes_the_native_way_too() -> None:
+    ids = np.array([[[5, 1, 2], [0, 7, 3], [6, 2, 4]], [[3, 4, 1], [2, 6, 5], [1, 0, 7]]], np.int16)
+    replay = RoutingReplay(ids, torch.device("cpu"))
+    native, python = (
+        Side("float32", is_native=is_native, replay=replay) for is_native in (True, False)
+    )
+    outputs = []
+    for step, position in enumerate((0, 1, 2), start=1):
+        replay.begin_step([position])
+        for side in (native, python):
+            side.exchange.begin_step(StepId(step))
+        for layer in range(NUM_LAYERS):
+            for side in (native, python):
+                for expert in range(NUM_EXPERTS):
+                    side.writer.publish(layer, expert, NUM_EXPERTS * layer + expert)
+            hidden, weights = torch.randn(1, HIDDEN), torch.rand(1, TOP_K)
+            chosen = torch.tensor([[0, 1, 2]])
+            output = native.exchange(layer, hidden, chosen, weights)
+            assert torch.equal(output, python.exchange(layer, hidden, chosen, weights))
+            outputs.append(output)
+        reports = [side.writer.take(side.reader.num_reports) for side in (native, python)]
+        for found in reports:
+            assert [report.experts for report in found] == ids[position % 2].tolist()
+    # Native layers give back a tensor of their own, the same one in each step.
+    assert outputs[0] is outputs[3] is outputs[6]
+    assert not native.asked
+
+
+def test_sharing_the_processors_changes_no_bits() -> None:
+    side = Side("bfloat16", is_native=True)
+    side.resident.begin_step(EPOCH, 1, starts_some=False)
+    hidden, weights = torch.randn(1, HIDDEN).bfloat16(), torch.rand(1, TOP_K).bfloat16()
+    assert side.resident.begin(0, 1, hidden, torch.tensor([[4, 0, 6]]), weights) == "routed"
+    found = []
+    for num_elsewhere in (0, 1, 60):
+        side.views.places.zero_()
+        side.resident.compute([ExpertId(6), ExpertId(4)], [SlotId(6), SlotId(4)], num_elsewhere)
+        found.append(side.views.places.clone())
+    assert found[0].any()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_what_is_not_one_row_of_this_store_is_left_to_python() -> None:

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headrace")
 
-#: Within a step, learn no more often than this. Learning takes the processor from workers, and new
-#: rates have the planner make its tables anew.
+#: Learn no more often than this, and not within a step unless it takes long: learning takes the
+#: processor from workers, and new rates have the planner make its tables anew.
 _LEARN_EVERY_NS = 20_000_000
+_LEARN_WITHIN_STEP_NS = 40_000_000
 
 
 class Circuit:
@@ -94,7 +95,8 @@ class Circuit:
             self._carry_out(event, commands)
         if acted:
             event, commands, now_ns = acted[-1]
-            if isinstance(event, StepDone) or now_ns - self._learned_ns > _LEARN_EVERY_NS:
+            least_ns = _LEARN_EVERY_NS if isinstance(event, StepDone) else _LEARN_WITHIN_STEP_NS
+            if now_ns - self._learned_ns > least_ns:
                 self._learned_ns = now_ns
                 commands += self._core.settle()
             self._events += self._core.foresee()

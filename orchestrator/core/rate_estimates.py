@@ -234,7 +234,8 @@ class RateEstimates:
 def overlap_ns(start_ns: int, end_ns: int, others: Sequence[_Sample]) -> int:
     """How much of [start, end) is covered by the union of `others`."""
     covered_ns, reached_ns = 0, start_ns
-    for other in sorted(others, key=_start_ns):
+    near = [other for other in others if other.end_ns > start_ns and other.start_ns < end_ns]
+    for other in sorted(near, key=_start_ns):
         begin_ns, finish_ns = max(other.start_ns, reached_ns), min(other.end_ns, end_ns)
         if finish_ns > begin_ns:
             covered_ns += finish_ns - begin_ns

@@ -42,7 +42,12 @@ def test_workers_are_started_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     async def start() -> None:
         Supervisor(
-            1, RunDir(tmp_path), ["--log-level", "info"], flags, lambda _: "", lambda *_: None
+            [["--numa-node", "0"]],
+            RunDir(tmp_path),
+            ["--log-level", "info"],
+            flags,
+            lambda _: "",
+            lambda *_: None,
         ).start()
         await asyncio.sleep(0)  # every worker's task runs to its failed start
         await asyncio.sleep(0)
@@ -51,3 +56,5 @@ def test_workers_are_started_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "--max-isa" not in started["dma_worker"]
     for role in ("gpu_worker", "cpu_worker"):
         assert started[role][-2:] == ("--max-isa", "avx2")
+    assert "--numa-node" in started["cpu_worker"]
+    assert "--numa-node" not in started["gpu_worker"]

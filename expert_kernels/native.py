@@ -4,9 +4,10 @@
 pool of threads of the library's own (native/pool.h). Python's lock is released meanwhile.
 
 **Bits.** A result row depends on the weights, the row and the form alone: sums are float32, in an
-order that native/kernels.h states, the same on every instruction set, for every number of threads
-and rows, at every address. Two processes of one machine therefore agree whatever `max_isa` and
-threads each was given, as long as both compute natively; with torch the last bits differ.
+order that native/kernels.h states, the same for every number of threads and rows, at every address,
+and on every instruction set but one: `amx` multiplies bfloat16 weights (those not transposed) in an
+order of its own. Two processes of one machine therefore agree whatever threads each was given, as
+long as both compute natively and `max_isa` is the same; with torch the last bits differ.
 
 **Rounding** follows transformers' eager experts, so that tokens are theirs: 16-bit weights and
 inputs are widened exactly, products are summed in float32, and what torch rounds to the dtype is

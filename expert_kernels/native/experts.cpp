@@ -36,15 +36,17 @@ struct KernelSet {
     const Kernels* plain;
     const PackedKernels* packed;
     const Gates* gates;
+    const LaidKernels* laid;  // null: none
 };
 
 #if defined(HR_HAS_X86)
-// Whether the processor has AMX with products of bytes and the system lets this process use it.
+// Whether the processor has AMX, with products of bytes and of bfloat16, and the system lets this
+// process use it.
 bool may_use_amx() {
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-    constexpr unsigned TILES = 1u << 24, BYTES = 1u << 25;
+    constexpr unsigned ALL = 1u << 22 | 1u << 24 | 1u << 25;  // bfloat16, tiles, bytes
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-    if ((edx & (TILES | BYTES)) != (TILES | BYTES)) return false;
+    if ((edx & ALL) != ALL) return false;
 #if defined(__linux__)
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
@@ -57,11 +59,13 @@ bool may_use_amx() {
 // Ascending. A set that only some formats gain by takes the others' kernels from the one below.
 std::vector<KernelSet> find_kernels() {
     std::vector<KernelSet> found{
-        {"scalar", &scalar_kernels, &scalar_packed, &scalar_gates}};
+        {"scalar", &scalar_kernels, &scalar_packed, &scalar_gates, nullptr}};
     [[maybe_unused]] const auto add = [&found](const char* name, const Kernels& plain,
-                                               const PackedKernels& packed, const Gates& gates) {
-        if (has_scalar_bits(plain) && has_scalar_bits(packed) && has_scalar_bits(gates))
-            found.push_back({name, &plain, &packed, &gates});
+                                               const PackedKernels& packed, const Gates& gates,
+                                               const LaidKernels* laid = nullptr) {
+        if (has_scalar_bits(plain) && has_scalar_bits(packed) && has_scalar_bits(gates) &&
+            (!laid || is_near_scalar(*laid)))
+            found.push_back({name, &plain, &packed, &gates, laid});
     };
 #if defined(HR_HAS_X86)
     __builtin_cpu_init();
@@ -77,7 +81,8 @@ std::vector<KernelSet> find_kernels() {
                 __builtin_cpu_supports("avx512vnni")) {
 
                 add("avx512_vnni", avx512_kernels, avx512_packed, avx512_gates);
-                if (may_use_amx()) add("amx", avx512_kernels, amx_packed, avx512_gates);
+                if (may_use_amx())
+                    add("amx", avx512_kernels, amx_packed, avx512_gates, &amx_laid);
             }
         }
     }
@@ -173,7 +178,7 @@ int32_t hr_run(HrPool* pool, const HrForm* form, int32_t isa, const HrStep* step
         const KernelSet& kernels = all_kernels()[size_t(isa)];
         PackedFormat format;
         if (form->kind == HR_PLAIN)
-            run_plain_step(*pool, *form, *kernels.plain, *kernels.gates, *step);
+            run_plain_step(*pool, *form, *kernels.plain, kernels.laid, *kernels.gates, *step);
         else if (find_packed_format(*form, format))
             run_packed_step(*pool, *form, format, *kernels.packed, *kernels.gates, *step);
         return 0;

@@ -41,6 +41,10 @@ struct ThreadMemory {
     }
 };
 
+// To the compiler's header, tiles and their configuration are loaded from an address; it does not
+// know that what was stored there is read.
+inline void finish_stores(const void* at) { asm volatile("" : : "r"(at) : "memory"); }
+
 thread_local ThreadMemory row_memory, weight_memory;
 
 // Tiles: 0 .. 3 sums of (output tile 0, upper), (0, lower), (1, upper), (1, lower); 4, 5 upper and
@@ -52,6 +56,7 @@ void configure(int chunk) {
         config.rows[tile] = tile < 6 ? BLOCK_ROWS : uint8_t(chunk / 4);
         config.row_bytes[tile] = tile == 4 || tile == 5 ? uint16_t(chunk) : 64;
     }
+    finish_stores(&config);
     _tile_loadconfig(&config);
 }
 
@@ -226,6 +231,7 @@ void multiply_blocks(const PackedProduct& p, int tile, int num_rows, const char*
     if (!HAS_BYTES<KIND>)
         for (int t = 0; t < T; t++)
             decode_tile<KIND>(p, tile + t, decoded + t * decoded_bytes);
+    finish_stores(rows);
     for (int first = 0; first < num_rows; first += BLOCK_ROWS, rows += block_bytes) {
         const int left = num_rows - first;
         multiply_block<KIND, T>(p, tile, first, left < BLOCK_ROWS ? left : BLOCK_ROWS, rows,

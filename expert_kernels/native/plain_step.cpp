@@ -1,17 +1,31 @@
 // Layer-steps of experts whose weights are row-major, in float32, bfloat16 or float16.
+//
+// Rows are float32 for the kernels, or, in bfloat16 where there are kernels for that, laid out as
+// LaidProduct wants them: hidden rows before the job, once per pair; an expert's intermediate rows,
+// which the gate has rounded to bfloat16, by whoever computes a tile of its first projection.
 
+#include "number_formats.h"
 #include "step_job.h"
 
 namespace {
 
 constexpr int64_t TILE_BYTES = 256 * 1024;
+// Sixteen streams take longer to be under way than eight, so tiles are longer where there are enough.
+constexpr int64_t MOST_LAID_BYTES = 512 * 1024;
+constexpr int64_t LAID_TILES_PER_THREAD = 16;
 constexpr int MAX_TILE_OUTPUTS = 256;
 constexpr int ROWS_PER_PASS = 12;  // rows whose sums are kept at once; a multiple of 3 and 4
+constexpr int LAID_ROWS_PER_PASS = 2 * LAID_BLOCK;
+// Sums of a row from those of the next: no power of two, which would put all of them into few lines
+// of a cache.
+constexpr int FIRST_STRIDE = 2 * MAX_TILE_OUTPUTS + NUM_LANES;
+constexpr int SECOND_STRIDE = MAX_TILE_OUTPUTS + NUM_LANES;
 
 struct StepJob {
     const HrForm& form;
     const HrStep& step;
     const Kernels& kernels;
+    const LaidKernels* laid;  // null: rows are float32
     const Gates& gates;
     std::vector<Expert> experts;  // those that somebody chose
     std::unique_ptr<std::atomic<int32_t>[]> num_missing;  // per expert: first tiles not done yet
@@ -19,6 +33,10 @@ struct StepJob {
     int64_t hidden_stride;
     float* middle;  // [pair, middle_stride]
     int64_t middle_stride;
+    uint16_t* laid_hidden;  // a pair takes laid_hidden_depth values, see kernels.h
+    int64_t laid_hidden_depth;
+    uint16_t* laid_middle;
+    int64_t laid_middle_depth;
     int64_t item;                // bytes of a weight
     int64_t up_rows;             // outputs of the first projection
     int32_t first_units;         // intermediate units per tile of the first projection
@@ -29,6 +47,7 @@ struct StepJob {
     int64_t num_tiles() const {
         return int64_t(experts.size()) * (first_tiles + second_tiles);
     }
+    int rows_per_pass() const { return laid ? LAID_ROWS_PER_PASS : ROWS_PER_PASS; }
 };
 
 // Weights of `outputs` outputs from number `first` on, of `total`.
@@ -43,9 +62,26 @@ Product product_of(const StepJob& job, const char* weights, int64_t first, int64
     return product;
 }
 
-void multiply(const StepJob& job, const Product& product) {
+// `laid`: the product's rows laid out, where job.laid is there.
+void multiply(const StepJob& job, const Product& product, const uint16_t* laid,
+              const char* next = nullptr) {
+    if (job.laid)
+        return job.laid->multiply({product.weights, product.stride_bytes, product.num_outputs,
+                                   product.depth, laid, product.num_rows, product.out,
+                                   product.out_stride, next});
     (job.form.is_transposed ? job.kernels.sum_columns
                             : job.kernels.dot_rows)[job.form.dtype](product);
+}
+
+// The gate's results, units begin .. begin + count of the rows of a pass, into their places.
+void lay_middle(const StepJob& job, const uint16_t (&units)[LAID_ROWS_PER_PASS][MAX_TILE_OUTPUTS],
+                int num_rows, int64_t pair, int64_t begin, int64_t count) {
+    const char* rows[LAID_ROWS_PER_PASS];
+    for (int m = 0; m < num_rows; m++) rows[m] = reinterpret_cast<const char*>(units[m]);
+    const bool is_last = begin + count == job.form.intermediate_size;
+    const int64_t end = is_last ? job.laid_middle_depth : begin + count;
+    job.laid->lay(rows, num_rows, begin, count, end, job.laid_middle_depth,
+                  job.laid_middle + pair * job.laid_middle_depth);
 }
 
 void run_first_tile(StepJob& job, size_t number, int64_t tile) {
@@ -61,13 +97,16 @@ void run_first_tile(StepJob& job, size_t number, int64_t tile) {
                            ? expert.block + form.first_bias_offset + begin * step * job.item
                            : nullptr;
 
-    alignas(64) float sums[ROWS_PER_PASS * 2 * MAX_TILE_OUTPUTS];
+    alignas(64) float sums[LAID_ROWS_PER_PASS * FIRST_STRIDE];
+    uint16_t units[LAID_ROWS_PER_PASS][MAX_TILE_OUTPUTS];
     const float* x[ROWS_PER_PASS];
-    for (int64_t done = 0; done < expert.num_pairs; done += ROWS_PER_PASS) {
-        const int num_rows = int(std::min<int64_t>(ROWS_PER_PASS, expert.num_pairs - done));
+    const int64_t most = job.rows_per_pass();
+    for (int64_t done = 0; done < expert.num_pairs; done += most) {
+        const int num_rows = int(std::min(most, expert.num_pairs - done));
         const int64_t pair = expert.first_pair + done;
-        for (int m = 0; m < num_rows; m++)
-            x[m] = job.hidden + job.step.row_ids[pair + m] * job.hidden_stride;
+        if (!job.laid)
+            for (int m = 0; m < num_rows; m++)
+                x[m] = job.hidden + job.step.row_ids[pair + m] * job.hidden_stride;
         // Not interleaved: gates of the tile, then ups. Interleaved: one stretch of both.
         for (int half = 0; half < (is_split ? 2 : 1); half++) {
             Product product =
@@ -76,20 +115,30 @@ void run_first_tile(StepJob& job, size_t number, int64_t tile) {
             product.x = x;
             product.num_rows = num_rows;
             product.out = sums + half * count;
-            product.out_stride = 2 * MAX_TILE_OUTPUTS;
-            multiply(job, product);
+            product.out_stride = FIRST_STRIDE;
+            const bool is_first_of_two = is_split && half == 0;
+            multiply(job, product, job.laid_hidden + pair * job.laid_hidden_depth,
+                     is_first_of_two ? product.weights + form.intermediate_size *
+                                                             product.stride_bytes
+                                     : nullptr);
         }
         for (int m = 0; m < num_rows; m++) {
             GateRow row{};
-            row.sums = sums + m * 2 * MAX_TILE_OUTPUTS;
+            row.sums = sums + m * FIRST_STRIDE;
             row.up_begin = is_split ? count : 1;
             row.step = step;
             row.bias = bias;
             row.bias_up_begin = is_split ? form.intermediate_size : 1;
-            row.out = job.middle + (pair + m) * job.middle_stride + begin;
+            float gated[MAX_TILE_OUTPUTS];
+            row.out =
+                job.laid ? gated : job.middle + (pair + m) * job.middle_stride + begin;
             row.count = count;
             job.gates.apply_gate(form, row);
+            if (job.laid)
+                for (int i = 0; i < count; i++)
+                    units[m][i] = uint16_t(bits_of_float(gated[i]) >> 16);
         }
+        if (job.laid) lay_middle(job, units, num_rows, pair, begin, count);
     }
     job.num_missing[number].fetch_sub(1, std::memory_order_release);
 }
@@ -104,22 +153,24 @@ void run_second_tile(StepJob& job, size_t number, int64_t tile) {
         form.has_bias ? expert.block + form.down_bias_offset + begin * job.item : nullptr;
     wait_for_zero(job.num_missing[number]);
 
-    alignas(64) float sums[ROWS_PER_PASS * MAX_TILE_OUTPUTS];
+    alignas(64) float sums[LAID_ROWS_PER_PASS * SECOND_STRIDE];
     const float* x[ROWS_PER_PASS];
-    for (int64_t done = 0; done < expert.num_pairs; done += ROWS_PER_PASS) {
-        const int num_rows = int(std::min<int64_t>(ROWS_PER_PASS, expert.num_pairs - done));
+    const int64_t most = job.rows_per_pass();
+    for (int64_t done = 0; done < expert.num_pairs; done += most) {
+        const int num_rows = int(std::min(most, expert.num_pairs - done));
         const int64_t pair = expert.first_pair + done;
-        for (int m = 0; m < num_rows; m++) x[m] = job.middle + (pair + m) * job.middle_stride;
+        if (!job.laid)
+            for (int m = 0; m < num_rows; m++) x[m] = job.middle + (pair + m) * job.middle_stride;
         Product product = product_of(job, expert.block + form.down_offset, begin, count,
                                      form.hidden_size, form.intermediate_size);
         product.x = x;
         product.num_rows = num_rows;
         product.out = sums;
-        product.out_stride = MAX_TILE_OUTPUTS;
-        multiply(job, product);
+        product.out_stride = SECOND_STRIDE;
+        multiply(job, product, job.laid_middle + pair * job.laid_middle_depth);
         for (int m = 0; m < num_rows; m++)
             job.gates.finish_row(
-                form, sums + m * MAX_TILE_OUTPUTS, bias,
+                form, sums + m * SECOND_STRIDE, bias,
                 job.step.places + job.step.place_ids[pair + m] * form.hidden_size + begin, count);
     }
 }
@@ -133,10 +184,11 @@ void run_tile(void* context, int64_t tile) {
     run_second_tile(job, size_t(tile / job.second_tiles), tile % job.second_tiles);
 }
 
-// Outputs per tile so that it has about TILE_BYTES: a multiple of 16, whole vectors of outputs.
-int32_t outputs_per_tile(int64_t bytes_per_output, int64_t num_outputs, int64_t most) {
-    const int64_t wanted = std::max<int64_t>(TILE_BYTES / std::max<int64_t>(bytes_per_output, 1), 1);
-    return int32_t(std::min({round_up(wanted, 16), round_up(num_outputs, 16), most}));
+// Outputs per tile so that it has about `tile_bytes`: a multiple of 16, whole vectors of outputs.
+int32_t outputs_per_tile(int64_t tile_bytes, int64_t bytes_per_output, int64_t num_outputs) {
+    const int64_t wanted = std::max<int64_t>(tile_bytes / std::max<int64_t>(bytes_per_output, 1), 1);
+    return int32_t(std::min(
+        {round_up(wanted, 16), round_up(num_outputs, 16), int64_t(MAX_TILE_OUTPUTS)}));
 }
 
 void widen_hidden(HrPool& pool, const HrForm& form, const HrStep& step, StepJob& job) {
@@ -160,31 +212,62 @@ void widen_hidden(HrPool& pool, const HrForm& form, const HrStep& step, StepJob&
     job.middle = middle;
 }
 
+// At least `count` values, aligned to 64 bytes.
+uint16_t* aligned_items(Scratch<int16_t>& scratch, int64_t count) {
+    constexpr uintptr_t LINE_BYTES = 64;
+    const auto begin = reinterpret_cast<uintptr_t>(scratch.items(count + LINE_BYTES / 2));
+    return reinterpret_cast<uint16_t*>((begin + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES);
+}
+
+void lay_hidden(HrPool& pool, const HrForm& form, const HrStep& step, StepJob& job) {
+    const int64_t num_pairs = step.pair_begin[step.num_experts];
+    job.laid_hidden_depth = round_up(form.hidden_size, LAID_INPUTS);
+    job.laid_middle_depth = round_up(form.intermediate_size, LAID_INPUTS);
+    job.laid_hidden = aligned_items(pool.hidden.codes, num_pairs * job.laid_hidden_depth);
+    job.laid_middle = aligned_items(pool.middle.codes, num_pairs * job.laid_middle_depth);
+    const char* hidden = static_cast<const char*>(step.hidden);
+    const int64_t row_bytes = form.hidden_size * job.item;
+    for (const Expert& expert : job.experts)
+        for (int64_t done = 0; done < expert.num_pairs; done += LAID_BLOCK) {
+            const int size = int(std::min<int64_t>(LAID_BLOCK, expert.num_pairs - done));
+            const int64_t pair = expert.first_pair + done;
+            const char* rows[LAID_BLOCK];
+            for (int m = 0; m < size; m++) rows[m] = hidden + step.row_ids[pair + m] * row_bytes;
+            job.laid->lay(rows, size, 0, form.hidden_size, job.laid_hidden_depth,
+                          job.laid_hidden_depth, job.laid_hidden + pair * job.laid_hidden_depth);
+        }
+}
+
 }  // namespace
 
-void run_plain_step(HrPool& pool, const HrForm& form, const Kernels& kernels, const Gates& gates,
-                    const HrStep& step) {
-    StepJob job{form, step, kernels, gates, chosen_experts(step), nullptr, nullptr, 0, nullptr,
-                0,    0,    0,       0,     0,                    0,       0};
+void run_plain_step(HrPool& pool, const HrForm& form, const Kernels& kernels,
+                    const LaidKernels* laid, const Gates& gates, const HrStep& step) {
+    StepJob job{form,  step,    kernels, nullptr, gates, chosen_experts(step), nullptr, nullptr, 0,
+                nullptr, 0, nullptr, 0, nullptr, 0, 0, 0, 0, 0, 0, 0};
     if (job.experts.empty()) return;
     job.item = item_bytes(form.dtype);
     job.up_rows = int64_t(form.intermediate_size) * (form.has_gate ? 2 : 1);
     const int64_t ways = form.has_gate ? 2 : 1;
-    job.first_units = outputs_per_tile(form.hidden_size * job.item * ways, form.intermediate_size,
-                                       MAX_TILE_OUTPUTS);
+    const int64_t total = int64_t(job.experts.size()) * job.item * form.hidden_size *
+                          (job.up_rows + form.intermediate_size);
+    const int num_threads = useful_threads(pool, total, step.most_threads);
+    if (form.dtype == HR_BFLOAT16 && !form.is_transposed) job.laid = laid;
+    const int64_t tile_bytes =
+        job.laid ? std::clamp(total / (num_threads * LAID_TILES_PER_THREAD), TILE_BYTES,
+                              MOST_LAID_BYTES)
+                 : TILE_BYTES;
+    job.first_units =
+        outputs_per_tile(tile_bytes, form.hidden_size * job.item * ways, form.intermediate_size);
     job.first_tiles = (form.intermediate_size + job.first_units - 1) / job.first_units;
-    job.second_outputs = outputs_per_tile(form.intermediate_size * job.item, form.hidden_size,
-                                          MAX_TILE_OUTPUTS);
+    job.second_outputs =
+        outputs_per_tile(tile_bytes, form.intermediate_size * job.item, form.hidden_size);
     job.second_tiles = (form.hidden_size + job.second_outputs - 1) / job.second_outputs;
     if (job.num_tiles() > MAX_TILES) throw std::bad_alloc();
     job.num_missing.reset(new std::atomic<int32_t>[job.experts.size()]);
     for (size_t e = 0; e < job.experts.size(); e++) job.num_missing[e] = job.first_tiles;
-    widen_hidden(pool, form, step, job);
-
-    const int64_t expert_bytes =
-        (job.up_rows + form.intermediate_size) * form.hidden_size * job.item;
-    pool.threads.run(
-        job.num_tiles(),
-        useful_threads(pool, int64_t(job.experts.size()) * expert_bytes, step.most_threads),
-        run_tile, &job);
+    if (job.laid)
+        lay_hidden(pool, form, step, job);
+    else
+        widen_hidden(pool, form, step, job);
+    pool.threads.run(job.num_tiles(), num_threads, run_tile, &job);
 }

@@ -1,5 +1,6 @@
 // Before an instruction set is used at all: does it give the scalar kernels' bits on this machine?
-// A compiler, an emulator or a processor that gets it wrong must cost speed, never a token.
+// A compiler, an emulator or a processor that gets it wrong must cost speed, never a token. Kernels
+// that add in an order of their own are to give nearly the scalar numbers.
 
 #include <cstdint>
 #include <cstring>
@@ -80,6 +81,54 @@ bool has_scalar_bits(const Kernels& kernels) {
         }
     }
     return true;
+}
+
+bool is_near_scalar(const LaidKernels& kernels) {
+    constexpr int ROWS = 19, LAID_DEPTH = 64, LINE_BYTES = 64;  // a whole block and another
+    std::vector<char> weights(size_t(NUM_OUTPUTS) * DEPTH * 2 + 64), values(ROWS * DEPTH * 2 + 64);
+    fill(weights, HR_BFLOAT16, 7);
+    fill(values, HR_BFLOAT16, 8);
+    std::vector<float> widened(ROWS * PADDED_DEPTH), expected(ROWS * NUM_OUTPUTS);
+    std::vector<float> found(expected.size()), alone(expected.size());
+    const char* rows[ROWS];
+    const float* x[ROWS];
+    for (int m = 0; m < ROWS; m++) {
+        rows[m] = &values[size_t(m) * DEPTH * 2];
+        x[m] = &widened[size_t(m) * PADDED_DEPTH];
+        for (int k = 0; k < DEPTH; k++)
+            memcpy(reinterpret_cast<char*>(&widened[size_t(m * PADDED_DEPTH + k)]) + 2,
+                   rows[m] + k * 2, 2);
+    }
+    Product exact{};
+    exact.weights = weights.data();
+    exact.stride_bytes = DEPTH * 2;
+    exact.num_outputs = NUM_OUTPUTS;
+    exact.depth = DEPTH;
+    exact.x = x;
+    exact.num_rows = ROWS;
+    exact.out = expected.data();
+    exact.out_stride = NUM_OUTPUTS;
+    scalar_kernels.dot_rows[HR_BFLOAT16](exact);
+    std::vector<uint16_t> laid(2 * ROWS * LAID_DEPTH + LINE_BYTES);
+    const uintptr_t at = reinterpret_cast<uintptr_t>(laid.data());
+    uint16_t* to = laid.data() + (LINE_BYTES - at % LINE_BYTES) / 2;
+    kernels.lay(rows, ROWS, 0, DEPTH, LAID_DEPTH, LAID_DEPTH, to);
+    LaidProduct product{weights.data(), DEPTH * 2, NUM_OUTPUTS,  DEPTH,
+                        to,             ROWS,      found.data(), NUM_OUTPUTS, nullptr};
+    kernels.multiply(product);
+    for (int m = 0; m < ROWS; m++) {
+        kernels.lay(rows + m, 1, 0, DEPTH, LAID_DEPTH, LAID_DEPTH, to + ROWS * LAID_DEPTH);
+        product.x = to + ROWS * LAID_DEPTH;
+        product.num_rows = 1;
+        product.out = &alone[size_t(m) * NUM_OUTPUTS];
+        kernels.multiply(product);
+    }
+    for (size_t i = 0; i < found.size(); i++) {
+        // All magnitudes are below 4: 53 products of at most 16, and their sums' roundings.
+        const float apart = found[i] - expected[i];
+        if (!(apart < 1e-3f && apart > -1e-3f)) return false;
+    }
+    return !memcmp(found.data(), alone.data(), found.size() * sizeof(float));
 }
 
 namespace {

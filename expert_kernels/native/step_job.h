@@ -106,8 +106,9 @@ inline void wait_for_zero(const std::atomic<int32_t>& counter) {
     }
 }
 
-void run_plain_step(HrPool& pool, const HrForm& form, const Kernels& kernels, const Gates& gates,
-                    const HrStep& step);
+// `laid`: for bfloat16 instead of `kernels`, null where there are none.
+void run_plain_step(HrPool& pool, const HrForm& form, const Kernels& kernels,
+                    const LaidKernels* laid, const Gates& gates, const HrStep& step);
 void run_packed_step(HrPool& pool, const HrForm& form, const PackedFormat& format,
                      const PackedKernels& kernels, const Gates& gates, const HrStep& step);
 

@@ -85,6 +85,17 @@ def make_native(
     return NativeExpertFunction(layout_of(form, dtype), max_isa=max_isa, num_threads=num_threads)
 
 
+def adds_in_its_own_order(isa: str, form: ExpertForm, dtype: str) -> bool:
+    """bfloat16 with AMX: near to the scalar kernels; the same bits for any rows and threads."""
+    return isa == "amx" and dtype == "bfloat16" and not form.is_transposed
+
+
+def assert_nearly_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """bfloat16 results of two orders of additions: here and there one that is rounded otherwise."""
+    assert relative_error(found, expected.double()) < 2.0**-7
+    assert (found == expected).float().mean() > 0.95
+
+
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int32)
 
@@ -182,14 +193,18 @@ def test_what_is_no_number_or_too_large_comes_out_as_in_torch(dtype: Dtype) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_same_bits_on_every_isa_and_any_number_of_threads(name: str, dtype: Dtype) -> None:
     block = None
+    form = ALL_FORMS[name]
     expected: list[torch.Tensor] = []
     for max_isa in ISAS:
         for num_threads in (1, 2, 5):
-            function = make_native(ALL_FORMS[name], dtype, max_isa, num_threads)  # type: ignore[arg-type]
+            function = make_native(form, dtype, max_isa, num_threads)  # type: ignore[arg-type]
             assert function.isa == max_isa
             block = block_of(function) if block is None else block
             tensors = function.tensors_of(block)
             results = [function(tensors, input_of(function, n)) for n in NUM_ROWS]
+            if num_threads == 1 and adds_in_its_own_order(max_isa, form, dtype):
+                assert_nearly_equal(torch.cat(results), torch.cat(expected))
+                expected = results
             expected = expected or results
             for found, wanted in zip(results, expected, strict=True):
                 assert torch.equal(bits(found), bits(wanted))

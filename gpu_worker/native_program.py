@@ -51,6 +51,33 @@ class _Planned:
     m: int
 
 
+_LINEAR_CODES = frozenset(OP_CODES[name] for name in ("linear", "packed_linear"))
+
+
+def _storage(operand: tuple[torch.Tensor, Sequence[int]] | None) -> int:
+    return 0 if operand is None else operand[0].untyped_storage().data_ptr()
+
+
+def _is_joined(a: _Planned, b: _Planned) -> bool:
+    """Whether both are linear layers of the same rows in one format: num_together of dense.cpp."""
+    if a.code != b.code or a.n != b.n or a.sizes[::2] != b.sizes[::2]:
+        return False
+    rows, others = a.operands[1], b.operands[1]
+    if rows is None or others is None:
+        return False
+    return (
+        rows[0].data_ptr() == others[0].data_ptr()
+        and rows[0].dtype == others[0].dtype
+        and list(rows[1]) == list(others[1])
+    )
+
+
+def _is_kept_apart(other: _Planned, planned: _Planned) -> bool:
+    """Whether `planned` cannot come before `other`: one of them writes what the other has."""
+    written, of_other = _storage(planned.operands[0]), _storage(other.operands[0])
+    return written in map(_storage, other.operands) or of_other in map(_storage, planned.operands)
+
+
 class ProgramBuilder:
     """Collects operations; `finish` makes the program. Only the thread of the worker builds."""
 
@@ -67,6 +94,28 @@ class ProgramBuilder:
     def forget_from(self, num_ops: int) -> None:
         """Take back all operations from number `num_ops` on."""
         del self._ops[num_ops:]
+
+    def gather_linears(self, start: int) -> None:
+        """Among operations from number `start` on, move linear layers up to an earlier one of the
+        same rows: such neighbours are run as one job."""
+        for number in range(start + 1, len(self._ops)):
+            planned = self._ops[number]
+            if planned.code not in _LINEAR_CODES:
+                continue
+            places = [at for at in range(start, number) if _is_joined(self._ops[at], planned)]
+            if not places:
+                continue
+            place = places[-1] + 1
+            if any(_is_kept_apart(other, planned) for other in self._ops[place:number]):
+                continue
+            self._ops.insert(place, self._ops.pop(number))
+            for memory in self._memory.values():
+                # What was in use up to one of those that come later now.
+                if place <= memory.last < number:
+                    memory.last += 1
+            written = self._memory.get(_storage(planned.operands[0]))
+            if written is not None:
+                written.first = min(written.first, place)
 
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None

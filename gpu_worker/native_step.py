@@ -160,6 +160,7 @@ class NativeStep:
                 elif not self._add_attention(builder, call, examples):
                     self._spans.append(None)
                     continue
+                builder.gather_linears(start)
                 self._spans.append((start, builder.num_ops))
             except (NotNative, RuntimeError) as error:
                 builder.forget_from(start)

@@ -144,7 +144,28 @@ struct DenseRun {
 void run_elementwise(const DenseRun& run, const HrOp& op);
 void run_rows(const DenseRun& run, const HrOp& op);
 void run_indexed(const DenseRun& run, const HrOp& op);
-void run_linear(const DenseRun& run, const HrOp& op);
+// Linear operations of the same rows, one after the other in `ops`, are one job: num_together of them
+// from ops[0] on, of num_ops that follow.
+constexpr int MAX_TOGETHER = 8;
+int num_together(const HrOp* ops, int64_t num_ops);
+void run_linear(const DenseRun& run, const HrOp* ops, int num_ops);
 // False when there is no such format.
-bool run_packed_linear(const DenseRun& run, const HrOp& op);
+bool run_packed_linear(const DenseRun& run, const HrOp* ops, int num_ops);
+
+// Tiles of several matrices, numbered through: the number of a tile to its matrix and place there.
+struct JoinedTiles {
+    int num_matrices = 0;
+    int64_t begin[MAX_TOGETHER + 1] = {};
+
+    void add(int64_t num_tiles) {
+        begin[num_matrices + 1] = begin[num_matrices] + num_tiles;
+        num_matrices++;
+    }
+    int64_t count() const { return begin[num_matrices]; }
+    int matrix_of(int64_t tile) const {
+        int matrix = 0;
+        while (tile >= begin[matrix + 1]) matrix++;
+        return matrix;
+    }
+};
 void run_attend(const DenseRun& run, const HrOp& op);

@@ -12,29 +12,46 @@
 
 namespace {
 
-constexpr int64_t JOB_TILE_BYTES = 128 * 1024;
+constexpr int64_t MOST_TILE_BYTES = 128 * 1024;
+constexpr int STREAMS = 8;  // the kernels read up to so many of the matrix's tiles side by side
 constexpr int MAX_OUTPUTS = 256;
 constexpr int ROWS_PER_PASS = 64;
 
 struct PackedLinearJob {
     const DenseRun& run;
-    const HrOp& op;
+    const HrOp* ops;
     const PackedFormat& format;
-    const char* tiles;
     int64_t tile_bytes;
     int64_t tiles_per_job_tile;
     const PackedRow* rows;
+    JoinedTiles tiles;
 };
 
-void run_packed_tile(void* context, int64_t number) {
+int64_t num_tiles_of(const HrOp& op) { return (op.sizes[1] + TILE_OUTPUTS - 1) / TILE_OUTPUTS; }
+
+// Where the weights of a tile of the job lie.
+PackedTiles tiles_of(const PackedLinearJob& job, int64_t number) {
+    const int matrix = job.tiles.matrix_of(number);
+    const HrOp& op = job.ops[matrix];
+    const int64_t first = (number - job.tiles.begin[matrix]) * job.tiles_per_job_tile;
+    return {reinterpret_cast<const char*>(op.m) + first * job.tile_bytes, job.tile_bytes,
+            int32_t(std::min(job.tiles_per_job_tile, num_tiles_of(op) - first))};
+}
+
+void run_packed_tile(void* context, int64_t number, int64_t next) {
     const PackedLinearJob& job = *static_cast<const PackedLinearJob*>(context);
-    const HrOp& op = job.op;
+    const int matrix = job.tiles.matrix_of(number);
+    const HrOp& op = job.ops[matrix];
     const int64_t num_rows = op.sizes[0], outputs = op.sizes[1];
-    const int64_t first = number * job.tiles_per_job_tile;
-    const int64_t begin = first * TILE_OUTPUTS;
-    const int64_t num_tiles =
-        std::min(job.tiles_per_job_tile, (outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS - first);
-    const int count = int(std::min(num_tiles * TILE_OUTPUTS, outputs - begin));
+    const int64_t begin =
+        (number - job.tiles.begin[matrix]) * job.tiles_per_job_tile * TILE_OUTPUTS;
+    PackedProduct product{};
+    const PackedTiles tiles = tiles_of(job, number);
+    product.tiles = tiles.begin;
+    product.tile_bytes = tiles.tile_bytes;
+    product.num_tiles = tiles.count;
+    if (next >= 0) product.next = tiles_of(job, next);
+    const int count = int(std::min<int64_t>(tiles.count * TILE_OUTPUTS, outputs - begin));
     const int64_t out_item = bytes_of(op.out.dtype);
     alignas(64) float sums[ROWS_PER_PASS * MAX_OUTPUTS];
     float biases[MAX_OUTPUTS];
@@ -43,11 +60,7 @@ void run_packed_tile(void* context, int64_t number) {
         bias = widen_values<float>(
             op.c.dtype, job.run.at(op.c) + begin * op.c.strides[0] * bytes_of(op.c.dtype),
             op.c.strides[0], count, biases);
-    PackedProduct product{};
     product.format = &job.format;
-    product.tiles = job.tiles + first * job.tile_bytes;
-    product.tile_bytes = job.tile_bytes;
-    product.num_tiles = int32_t(num_tiles);
     product.num_groups = int32_t(packed_groups(job.format, op.sizes[2]));
     product.out = sums;
     product.out_stride = MAX_OUTPUTS;
@@ -68,7 +81,8 @@ void run_packed_tile(void* context, int64_t number) {
 
 }  // namespace
 
-bool run_packed_linear(const DenseRun& run, const HrOp& op) {
+bool run_packed_linear(const DenseRun& run, const HrOp* ops, int num_ops) {
+    const HrOp& op = ops[0];
     HrForm form{};
     form.kind = int32_t(op.n & 0xff);
     form.scale = int32_t(op.n >> 8 & 0xff);
@@ -76,7 +90,7 @@ bool run_packed_linear(const DenseRun& run, const HrOp& op) {
     form.group_size = int32_t(op.n >> 24);
     PackedFormat format;
     if (!find_packed_format(form, format)) return false;
-    const int64_t num_rows = op.sizes[0], outputs = op.sizes[1], depth = op.sizes[2];
+    const int64_t num_rows = op.sizes[0], depth = op.sizes[2];
     const int64_t num_groups = packed_groups(format, depth);
     const int64_t width = num_groups * format.group_size;
     const bool has_codes = format.kind != HR_FP8;
@@ -101,13 +115,20 @@ bool run_packed_linear(const DenseRun& run, const HrOp& op) {
                      scales + r * num_groups, sums + r * num_groups);
     }
     const int64_t tile_bytes = packed_tile_bytes(format, depth);
-    const int64_t num_tiles = (outputs + TILE_OUTPUTS - 1) / TILE_OUTPUTS;
-    const int64_t wanted = std::max<int64_t>(JOB_TILE_BYTES / tile_bytes, 1);
-    PackedLinearJob job{run, op, format, reinterpret_cast<const char*>(op.m), tile_bytes,
-                        std::min<int64_t>({round_up(wanted, 8), num_tiles,
-                                           MAX_OUTPUTS / TILE_OUTPUTS}),
-                        rows};
-    run.pool.threads.run((num_tiles + job.tiles_per_job_tile - 1) / job.tiles_per_job_tile,
-                         useful_threads(run.pool, num_tiles * tile_bytes), run_packed_tile, &job);
+    int64_t num_bytes = 0;
+    for (int i = 0; i < num_ops; i++) num_bytes += num_tiles_of(ops[i]) * tile_bytes;
+    const int num_threads = useful_threads(run.pool, num_bytes);
+    const int64_t wanted_bytes = job_tile_bytes(num_bytes, num_threads, MOST_TILE_BYTES);
+    const int64_t wanted = round_up(std::max<int64_t>(wanted_bytes / tile_bytes, 1), STREAMS);
+    PackedLinearJob job{run,
+                        ops,
+                        format,
+                        tile_bytes,
+                        std::min<int64_t>(wanted, MAX_OUTPUTS / TILE_OUTPUTS),
+                        rows,
+                        {}};
+    for (int i = 0; i < num_ops; i++)
+        job.tiles.add((num_tiles_of(ops[i]) + job.tiles_per_job_tile - 1) / job.tiles_per_job_tile);
+    run.pool.threads.run(job.tiles.count(), num_threads, run_packed_tile, &job);
     return true;
 }

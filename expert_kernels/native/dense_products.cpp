@@ -13,23 +13,25 @@
 
 namespace {
 
-constexpr int64_t TILE_BYTES = 256 * 1024;
+constexpr int64_t MOST_TILE_BYTES = 256 * 1024;
 constexpr int MAX_TILE_OUTPUTS = 256;
 constexpr int ROWS_PER_PASS = 12;
 
 struct LinearJob {
     const DenseRun& run;
-    const HrOp& op;
+    const HrOp* ops;
     const float* x;  // [rows, x_stride], zeros beyond depth
     int64_t x_stride;
     int64_t tile_outputs;
+    JoinedTiles tiles;
 };
 
-void run_linear_tile(void* context, int64_t tile) {
+void run_linear_tile(void* context, int64_t tile, int64_t) {
     const LinearJob& job = *static_cast<const LinearJob*>(context);
-    const HrOp& op = job.op;
+    const int matrix = job.tiles.matrix_of(tile);
+    const HrOp& op = job.ops[matrix];
     const int64_t rows = op.sizes[0], outputs = op.sizes[1], depth = op.sizes[2];
-    const int64_t begin = tile * job.tile_outputs;
+    const int64_t begin = (tile - job.tiles.begin[matrix]) * job.tile_outputs;
     const int count = int(std::min(job.tile_outputs, outputs - begin));
     const int64_t item = bytes_of(op.b.dtype), out_item = bytes_of(op.out.dtype);
     const bool is_row_major = op.b.strides[1] == 1;
@@ -82,7 +84,7 @@ struct AttendJob {
     const float* sinks;
 };
 
-void run_attend_tile(void* context, int64_t head) {
+void run_attend_tile(void* context, int64_t head, int64_t) {
     AttendJob& job = *static_cast<AttendJob*>(context);
     const HrOp& op = job.op;
     const int64_t dim = op.sizes[2], value_dim = op.sizes[3];
@@ -167,17 +169,24 @@ void widen_rows(const DenseRun& run, const HrOperand& operand, int64_t num_rows,
 
 }  // namespace
 
-void run_linear(const DenseRun& run, const HrOp& op) {
-    const int64_t rows = op.sizes[0], outputs = op.sizes[1], depth = op.sizes[2];
+void run_linear(const DenseRun& run, const HrOp* ops, int num_ops) {
+    const HrOp& op = ops[0];
+    const int64_t rows = op.sizes[0], depth = op.sizes[2];
     const int64_t stride = round_up(depth, NUM_LANES);
     float* x = run.pool.hidden.values.items(rows * stride);
     widen_rows(run, op.a, rows, depth, x, stride);
-    const int64_t output_bytes = depth * bytes_of(op.b.dtype);
-    const int64_t wanted = std::max<int64_t>(TILE_BYTES / std::max<int64_t>(output_bytes, 1), 1);
-    LinearJob job{run, op, x, stride,
-                  std::min<int64_t>({round_up(wanted, 16), round_up(outputs, 16), MAX_TILE_OUTPUTS})};
-    run.pool.threads.run((outputs + job.tile_outputs - 1) / job.tile_outputs,
-                         useful_threads(run.pool, outputs * output_bytes), run_linear_tile, &job);
+    int64_t outputs = 0;
+    for (int i = 0; i < num_ops; i++) outputs += ops[i].sizes[1];
+    const int64_t output_bytes = std::max<int64_t>(depth * bytes_of(op.b.dtype), 1);
+    const int num_threads = useful_threads(run.pool, outputs * output_bytes);
+    const int64_t bytes = job_tile_bytes(outputs * output_bytes, num_threads, MOST_TILE_BYTES);
+    LinearJob job{run, ops, x, stride,
+                  std::min<int64_t>(round_up(std::max<int64_t>(bytes / output_bytes, 1), 16),
+                                    MAX_TILE_OUTPUTS),
+                  {}};
+    for (int i = 0; i < num_ops; i++)
+        job.tiles.add((ops[i].sizes[1] + job.tile_outputs - 1) / job.tile_outputs);
+    run.pool.threads.run(job.tiles.count(), num_threads, run_linear_tile, &job);
 }
 
 void run_attend(const DenseRun& run, const HrOp& op) {

@@ -121,7 +121,7 @@ struct ReadJob {
 constexpr int NUM_STREAMS = 16;
 constexpr int64_t READ_TILE_BYTES = NUM_STREAMS * 1021 * 64;
 
-void read_tile(void* context, int64_t tile) {
+void read_tile(void* context, int64_t tile, int64_t) {
     ReadJob& job = *static_cast<ReadJob*>(context);
     const int64_t begin = tile * READ_TILE_BYTES;
     const int64_t stream_bytes =

@@ -99,7 +99,8 @@ HR_EXPORT int32_t hr_abi_version();
 HR_EXPORT const char* hr_isa_name(int32_t index);
 
 // A pool of num_threads threads, the calling one included; null when threads cannot be started.
-// A helper without work spins for spin_us microseconds, then sleeps until there is some.
+// A helper without work spins for spin_us microseconds, looks again for a while whenever nobody else
+// wants its core, then sleeps until there is some.
 HR_EXPORT HrPool* hr_pool_create(int32_t num_threads, int32_t spin_us);
 HR_EXPORT void hr_pool_destroy(HrPool* pool);
 

@@ -55,6 +55,13 @@ struct PackedRow {
     const float* values;
 };
 
+// Tiles that lie one after the other.
+struct PackedTiles {
+    const char* begin;
+    int64_t tile_bytes;
+    int32_t count;
+};
+
 // Result (m, tile, output) goes to out[m * out_stride + tile * TILE_OUTPUTS + output].
 struct PackedProduct {
     const PackedFormat* format;
@@ -66,6 +73,9 @@ struct PackedProduct {
     int32_t num_rows;
     float* out;
     int64_t out_stride;
+    // What the same thread reads afterwards, if it is known: its first lines are asked for while the
+    // last of these are multiplied.
+    PackedTiles next;
 };
 
 struct PackedKernels {

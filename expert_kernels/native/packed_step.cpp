@@ -7,10 +7,7 @@
 
 namespace {
 
-// Bytes of a job's tile: long enough to stream, short enough that threads end together.
-constexpr int64_t LEAST_TILE_BYTES = 48 * 1024;
 constexpr int64_t MOST_TILE_BYTES = 256 * 1024;
-constexpr int64_t TILES_PER_THREAD = 8;
 constexpr int MAX_UNITS = 256;
 constexpr int STREAMS = 8;  // the kernels read up to so many of the matrix's tiles side by side
 constexpr int ROWS_PER_PASS = 64;
@@ -89,7 +86,26 @@ void gate_units(const PackedJob& job, const Expert& expert, const float* sums, f
     }
 }
 
-void run_first_tile(PackedJob& job, size_t number, int64_t tile) {
+// Where the weights of a tile of the job lie.
+PackedTiles tiles_of(const PackedJob& job, int64_t tile) {
+    const HrForm& form = job.form;
+    const int64_t num_first = int64_t(job.experts.size()) * job.first_tiles;
+    const bool is_first = tile < num_first;
+    if (!is_first) tile -= num_first;
+    const int64_t per_expert = is_first ? job.first_tiles : job.down_tiles;
+    const int64_t per_tile = is_first ? job.first_units : job.down_outputs;
+    const int64_t ways = is_first ? job.ways : 1;
+    const int64_t bytes = is_first ? job.first_bytes : job.down_bytes;
+    const int64_t begin = tile % per_expert * per_tile;
+    const int64_t end = std::min<int64_t>(
+        begin + per_tile, is_first ? form.intermediate_size : form.hidden_size);
+    const char* matrix = job.experts[size_t(tile / per_expert)].block +
+                         (is_first ? form.first_offset : form.down_offset);
+    return {matrix + begin / TILE_OUTPUTS * ways * bytes, bytes,
+            int32_t((end - begin + TILE_OUTPUTS - 1) / TILE_OUTPUTS * ways)};
+}
+
+void run_first_tile(PackedJob& job, size_t number, int64_t tile, PackedProduct& product) {
     const HrForm& form = job.form;
     const Expert& expert = job.experts[number];
     const int64_t begin = tile * job.first_units;
@@ -97,12 +113,6 @@ void run_first_tile(PackedJob& job, size_t number, int64_t tile) {
 
     alignas(64) float sums[ROWS_PER_PASS * 2 * MAX_UNITS];
     PackedRow rows[ROWS_PER_PASS];
-    PackedProduct product{};
-    product.format = &job.format;
-    product.tile_bytes = job.first_bytes;
-    product.tiles =
-        expert.block + form.first_offset + begin / TILE_OUTPUTS * job.ways * job.first_bytes;
-    product.num_tiles = int32_t((count + TILE_OUTPUTS - 1) / TILE_OUTPUTS * job.ways);
     product.num_groups = int32_t(packed_groups(job.format, form.hidden_size));
     product.rows = rows;
     product.out = sums;
@@ -123,7 +133,7 @@ void run_first_tile(PackedJob& job, size_t number, int64_t tile) {
     job.num_missing[number].store(0, std::memory_order_release);
 }
 
-void run_down_tile(PackedJob& job, size_t number, int64_t tile) {
+void run_down_tile(PackedJob& job, size_t number, int64_t tile, PackedProduct& product) {
     const HrForm& form = job.form;
     const Expert& expert = job.experts[number];
     const int64_t begin = tile * job.down_outputs;
@@ -134,11 +144,6 @@ void run_down_tile(PackedJob& job, size_t number, int64_t tile) {
     wait_for_zero(job.num_missing[number]);
 
     alignas(64) float sums[ROWS_PER_PASS * MAX_UNITS];
-    PackedProduct product{};
-    product.format = &job.format;
-    product.tile_bytes = job.down_bytes;
-    product.tiles = expert.block + form.down_offset + begin / TILE_OUTPUTS * job.down_bytes;
-    product.num_tiles = int32_t((count + TILE_OUTPUTS - 1) / TILE_OUTPUTS);
     product.num_groups = int32_t(packed_groups(job.format, form.intermediate_size));
     product.out = sums;
     product.out_stride = MAX_UNITS;
@@ -154,13 +159,20 @@ void run_down_tile(PackedJob& job, size_t number, int64_t tile) {
     }
 }
 
-void run_tile(void* context, int64_t tile) {
+void run_tile(void* context, int64_t tile, int64_t next) {
     PackedJob& job = *static_cast<PackedJob*>(context);
+    PackedProduct product{};
+    product.format = &job.format;
+    const PackedTiles tiles = tiles_of(job, tile);
+    product.tiles = tiles.begin;
+    product.tile_bytes = tiles.tile_bytes;
+    product.num_tiles = tiles.count;
+    if (next >= 0) product.next = tiles_of(job, next);
     const int64_t num_first = int64_t(job.experts.size()) * job.first_tiles;
     if (tile < num_first)
-        return run_first_tile(job, size_t(tile / job.first_tiles), tile % job.first_tiles);
+        return run_first_tile(job, size_t(tile / job.first_tiles), tile % job.first_tiles, product);
     tile -= num_first;
-    run_down_tile(job, size_t(tile / job.down_tiles), tile % job.down_tiles);
+    run_down_tile(job, size_t(tile / job.down_tiles), tile % job.down_tiles, product);
 }
 
 // Outputs per tile of the job, a multiple of 16, so that it has about `wanted_bytes`.
@@ -189,8 +201,7 @@ void run_packed_step(HrPool& pool, const HrForm& form, const PackedFormat& forma
         round_up(form.hidden_size, TILE_OUTPUTS) / TILE_OUTPUTS * job.down_bytes;
     const int64_t total = int64_t(job.experts.size()) * (first_total + down_total);
     const int num_threads = useful_threads(pool, total, step.most_threads);
-    const int64_t tile_bytes = std::clamp(total / (num_threads * TILES_PER_THREAD),
-                                          LEAST_TILE_BYTES, MOST_TILE_BYTES);
+    const int64_t tile_bytes = job_tile_bytes(total, num_threads, MOST_TILE_BYTES);
     job.first_units =
         outputs_per_tile(tile_bytes, job.first_bytes, job.ways, form.intermediate_size);
     job.first_tiles = (form.intermediate_size + job.first_units - 1) / job.first_units;

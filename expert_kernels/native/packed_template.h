@@ -40,6 +40,17 @@ namespace {
 // The code stream is read once; asking this far ahead keeps the memory busy across pages.
 constexpr int PACKED_PREFETCH_BYTES = 2048;
 
+// What is asked for while a line is read. Streams end: from `end` in the first of them on, it is what
+// lies `jump` bytes farther than usual, the beginning of the streams that are read next.
+struct Ahead {
+    const char* end;
+    int64_t jump;
+
+    int64_t bytes(const char* line) const {
+        return line < end ? PACKED_PREFETCH_BYTES : PACKED_PREFETCH_BYTES + jump;
+    }
+};
+
 constexpr int8_t INT4_VALUES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 constexpr int8_t INT4_RAW_VALUES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr int8_t E2M1_DOUBLED[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
@@ -88,18 +99,19 @@ struct Known {
 // offsets of the weights where there are zero points.
 template <class P, class K, int T, int M>
 __attribute__((always_inline)) inline void sum_words(
-    const typename P::Table& table, const char* const (&codes)[T], const PackedRow* rows,
-    int64_t group, int group_size, typename P::Int (&found)[T][M][TILE_OUTPUTS / P::LANES]) {
+    const typename P::Table& table, const char* const (&codes)[T], const Ahead& ahead,
+    const PackedRow* rows, int64_t group, int group_size, typename P::Int (&found)[T][M][TILE_OUTPUTS / P::LANES]) {
     constexpr int KIND = K::KIND, PARTS = TILE_OUTPUTS / P::LANES;
     const int num_lines = group_size / INPUTS_PER_LINE<KIND>;
     const int16_t* x[M];
     for (int m = 0; m < M; m++) x[m] = rows[m].codes + group * group_size;
     each<T * M * PARTS>(
         HR_EACH(i) { found[i / PARTS / M][i / PARTS % M][i % PARTS] = P::zero_int(); });
-    for (int line = 0; line < num_lines; line++)
+    for (int line = 0; line < num_lines; line++) {
+        const int64_t ahead_bytes = ahead.bytes(codes[0] + line * LINE_BYTES);
         each<T>(HR_EACH(t) {
             const char* at = codes[t] + line * LINE_BYTES;
-            P::prefetch(at + PACKED_PREFETCH_BYTES);
+            P::prefetch(at + ahead_bytes);
             each<PARTS>(HR_EACH(v) {
                 const char* part = at + v * P::LANES * 4;
                 constexpr int PAIRS = HAS_BYTES<KIND> ? 2 : 4;
@@ -116,12 +128,13 @@ __attribute__((always_inline)) inline void sum_words(
                 });
             });
         });
+    }
 }
 
 template <class P, class K, int T, int M>
 __attribute__((always_inline)) inline void sum_bytes(
-    const typename P::Table& table, const char* const (&codes)[T], const PackedRow* rows,
-    int64_t group, int group_size, typename P::Int (&found)[T][M][1]) {
+    const typename P::Table& table, const char* const (&codes)[T], const Ahead& ahead,
+    const PackedRow* rows, int64_t group, int group_size, typename P::Int (&found)[T][M][1]) {
     static_assert(P::LANES == TILE_OUTPUTS);
     constexpr int KIND = K::KIND, QUADS = INPUTS_PER_LINE<KIND> / 4;
     const int num_lines = group_size / INPUTS_PER_LINE<KIND>;
@@ -131,12 +144,13 @@ __attribute__((always_inline)) inline void sum_bytes(
         x[m] = reinterpret_cast<const int8_t*>(rows[m].codes + group * group_size);
     });
     each<T * M>(HR_EACH(i) { upper[i / M][i % M] = lower[i / M][i % M] = P::zero_int(); });
-    for (int first = 0; first < num_lines; first += K::LINES_AT_ONCE)
+    for (int first = 0; first < num_lines; first += K::LINES_AT_ONCE) {
+        const int64_t asked = first * LINE_BYTES + ahead.bytes(codes[0] + first * LINE_BYTES);
         each<K::LINES_AT_ONCE>(HR_EACH(i) {
             const int line = first + i;
             each<T>(HR_EACH(t) {
                 const char* at = codes[t] + line * LINE_BYTES;
-                P::prefetch(at + PACKED_PREFETCH_BYTES);
+                P::prefetch(codes[t] + asked + i * LINE_BYTES);
                 typename P::Words w[QUADS];
                 if constexpr (HAS_BYTES<KIND>)
                     P::decode8(at, w);
@@ -150,6 +164,7 @@ __attribute__((always_inline)) inline void sum_bytes(
                 });
             });
         });
+    }
     each<T * M>(HR_EACH(i) {
         constexpr int t = i / M, m = i % M;
         found[t][m][0] = P::combine(upper[t][m], lower[t][m]);
@@ -160,15 +175,15 @@ __attribute__((always_inline)) inline void sum_bytes(
 template <class P, class K, int T, int M>
 __attribute__((always_inline)) inline void add_group(
     const PackedProduct& p, const typename P::Table& table, const char* const (&codes)[T],
-    const char* const (&scales)[T], const char* const (&zeros)[T], const PackedRow* rows,
-    int64_t group, typename P::Float (&sums)[T][M][TILE_OUTPUTS / P::LANES]) {
+    const char* const (&scales)[T], const char* const (&zeros)[T], const Ahead& ahead,
+    const PackedRow* rows, int64_t group, typename P::Float (&sums)[T][M][TILE_OUTPUTS / P::LANES]) {
     constexpr int PARTS = TILE_OUTPUTS / P::LANES;
     const PackedFormat& format = *p.format;
     typename P::Int found[T][M][PARTS];
     if constexpr (P::HAS_BYTE_PRODUCTS)
-        sum_bytes<P, K, T, M>(table, codes, rows, group, K::group_size(format), found);
+        sum_bytes<P, K, T, M>(table, codes, ahead, rows, group, K::group_size(format), found);
     else
-        sum_words<P, K, T, M>(table, codes, rows, group, K::group_size(format), found);
+        sum_words<P, K, T, M>(table, codes, ahead, rows, group, K::group_size(format), found);
     if (K::KIND == HR_INT4 && format.has_zero_points)
         each<T * M * PARTS>(HR_EACH(i) {
             constexpr int t = i / PARTS / M, m = i / PARTS % M, v = i % PARTS;
@@ -195,16 +210,17 @@ __attribute__((always_inline)) inline void add_group(
 // The same for fp8.
 template <class P, int T, int M>
 __attribute__((always_inline)) inline void add_fp8_group(
-    const char* const (&codes)[T], const char* const (&scales)[T], const PackedRow* rows,
-    int64_t group, typename P::Float (&sums)[T][M][TILE_OUTPUTS / P::LANES]) {
+    const char* const (&codes)[T], const char* const (&scales)[T], const Ahead& ahead,
+    const PackedRow* rows, int64_t group, typename P::Float (&sums)[T][M][TILE_OUTPUTS / P::LANES]) {
     constexpr int PARTS = TILE_OUTPUTS / P::LANES, GROUP_SIZE = 128;
     each<PARTS>(HR_EACH(v) {
         typename P::Float found[T][M][4];
         each<T * M * 4>(HR_EACH(i) { found[i / 4 / M][i / 4 % M][i % 4] = P::zero_float(); });
-        for (int line = 0; line < GROUP_SIZE / 4; line++)
+        for (int line = 0; line < GROUP_SIZE / 4; line++) {
+            const int64_t ahead_bytes = ahead.bytes(codes[0] + line * LINE_BYTES);
             each<T>(HR_EACH(t) {
                 const char* at = codes[t] + line * LINE_BYTES;
-                if (v == 0) P::prefetch(at + PACKED_PREFETCH_BYTES);
+                if (v == 0) P::prefetch(at + ahead_bytes);
                 typename P::Float w[4];
                 P::decode_fp8(at + v * P::LANES * 4, w);
                 each<M * 4>(HR_EACH(i) {
@@ -213,6 +229,7 @@ __attribute__((always_inline)) inline void add_fp8_group(
                     found[t][m][j] = P::fma(w[j], x[j], found[t][m][j]);
                 });
             });
+        }
         each<T>(HR_EACH(t) {
             const auto scale = P::multiply(P::load(scales[t] + v * P::LANES * 4), 256.0f);
             each<M>(HR_EACH(m) {
@@ -224,10 +241,11 @@ __attribute__((always_inline)) inline void add_fp8_group(
     });
 }
 
-// Tiles tile, tile + apart, ... (T of them) of rows row .. row + M.
+// Tiles tile, tile + apart, ... (T of them) of rows row .. row + M. What is read after them lies
+// `jump` bytes behind their ends.
 template <class P, class K, int T, int M>
-__attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, int apart,
-                                              int row) {
+__attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, int apart, int row,
+                                              int64_t jump) {
     constexpr int KIND = K::KIND, PARTS = TILE_OUTPUTS / P::LANES;
     const PackedFormat& format = *p.format;
     const PackedRow* rows = p.rows + row;
@@ -243,15 +261,18 @@ __attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, 
     for (int t = 0; t < T; t++) {
         start[t] = p.tiles + (tile + t * apart) * p.tile_bytes;
         record[t] = start[t] + format.header_bytes;
+        if (format.header_bytes) P::prefetch(start[t]);
     }
+    const Ahead ahead{start[0] + p.tile_bytes - PACKED_PREFETCH_BYTES, jump};
     const int group_scale_bytes = TILE_OUTPUTS * format.scale_bytes;
     const int zeros_offset = format.groups_per_record * group_scale_bytes;
     for (int64_t first = 0; first < p.num_groups; first += format.groups_per_record) {
         const int64_t left = p.num_groups - first;
         const int count = int(left < format.groups_per_record ? left : format.groups_per_record);
+        const int64_t ahead_bytes = ahead.bytes(record[0]);
         for (int t = 0; t < T; t++)
             for (int at = 0; at < format.record_scale_bytes; at += LINE_BYTES)
-                P::prefetch(record[t] + at + PACKED_PREFETCH_BYTES);
+                P::prefetch(record[t] + at + ahead_bytes);
         for (int i = 0; i < count; i++) {
             const char *codes[T], *scales[T], *zeros[T];
             for (int t = 0; t < T; t++) {
@@ -260,9 +281,10 @@ __attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, 
                 zeros[t] = record[t] + zeros_offset + i * TILE_OUTPUTS;
             }
             if constexpr (KIND == HR_FP8)
-                add_fp8_group<P, T, M>(codes, scales, rows, first + i, sums);
+                add_fp8_group<P, T, M>(codes, scales, ahead, rows, first + i, sums);
             else
-                add_group<P, K, T, M>(p, table, codes, scales, zeros, rows, first + i, sums);
+                add_group<P, K, T, M>(p, table, codes, scales, zeros, ahead, rows, first + i,
+                                      sums);
         }
         for (int t = 0; t < T; t++)
             record[t] += format.record_scale_bytes + count * format.group_code_bytes;
@@ -282,13 +304,14 @@ __attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, 
 // Rows from `row` on, M at once while there are as many, of `num_tiles` tiles that lie `apart`; T
 // tiles are read side by side, as many as there are registers for the sums of.
 template <class P, class K, int TILES, int M>
-int multiply_rows(const PackedProduct& p, int tile, int num_tiles, int apart, int row) {
+int multiply_rows(const PackedProduct& p, int tile, int num_tiles, int apart, int row,
+                  int64_t jump) {
     constexpr int T = TILES > M ? TILES / M : 1;
     for (; row + M <= p.num_rows; row += M) {
         int t = 0;
         for (; t + T <= num_tiles; t += T)
-            multiply_tiles<P, K, T, M>(p, tile + t * apart, apart, row);
-        for (; t < num_tiles; t++) multiply_tiles<P, K, 1, M>(p, tile + t * apart, 0, row);
+            multiply_tiles<P, K, T, M>(p, tile + t * apart, apart, row, jump);
+        for (; t < num_tiles; t++) multiply_tiles<P, K, 1, M>(p, tile + t * apart, 0, row, jump);
     }
     return row;
 }
@@ -298,17 +321,25 @@ void multiply_known(const PackedProduct& p) {
     constexpr bool IS_FLOAT = K::KIND == HR_FP8;
     constexpr int ROWS = IS_FLOAT ? P::FLOAT_ROWS : P::ROWS;
     constexpr int TILES = IS_FLOAT ? P::FLOAT_TILES : P::TILES;
-    const auto multiply = [&p](int tile, int num_tiles, int apart) {
-        int row = multiply_rows<P, K, TILES, ROWS>(p, tile, num_tiles, apart, 0);
-        if constexpr (ROWS > 4) row = multiply_rows<P, K, TILES, 4>(p, tile, num_tiles, apart, row);
-        if constexpr (ROWS > 2) row = multiply_rows<P, K, TILES, 2>(p, tile, num_tiles, apart, row);
-        multiply_rows<P, K, TILES, 1>(p, tile, num_tiles, apart, row);
+    const auto multiply = [&p](int tile, int num_tiles, int apart, int64_t jump) {
+        int row = multiply_rows<P, K, TILES, ROWS>(p, tile, num_tiles, apart, 0, jump);
+        if constexpr (ROWS > 4)
+            row = multiply_rows<P, K, TILES, 4>(p, tile, num_tiles, apart, row, jump);
+        if constexpr (ROWS > 2)
+            row = multiply_rows<P, K, TILES, 2>(p, tile, num_tiles, apart, row, jump);
+        multiply_rows<P, K, TILES, 1>(p, tile, num_tiles, apart, row, jump);
     };
     // TILES streams, each through a stretch of adjacent tiles: what is asked for ahead beyond the
     // end of a tile is then always wanted next.
+    // What the thread reads next begins in as many streams; if those are as far apart as these are,
+    // every one of them lies equally far behind one that ends.
     const int apart = p.num_tiles / TILES;
-    for (int tile = 0; tile < apart; tile++) multiply(tile, TILES, apart);
-    for (int tile = apart * TILES; tile < p.num_tiles; tile++) multiply(tile, 1, 1);
+    const int64_t stream_bytes = apart * p.tile_bytes;
+    const bool is_alike = p.next.count / TILES * p.next.tile_bytes == stream_bytes;
+    const int64_t jump = is_alike ? p.next.begin - (p.tiles + stream_bytes) : 0;
+    for (int tile = 0; tile < apart; tile++)
+        multiply(tile, TILES, apart, tile + 1 < apart ? 0 : jump);
+    for (int tile = apart * TILES; tile < p.num_tiles; tile++) multiply(tile, 1, 1, 0);
 }
 
 template <class P, int KIND>

@@ -175,7 +175,7 @@ void run_second_tile(StepJob& job, size_t number, int64_t tile) {
     }
 }
 
-void run_tile(void* context, int64_t tile) {
+void run_tile(void* context, int64_t tile, int64_t) {
     StepJob& job = *static_cast<StepJob*>(context);
     const int64_t num_first = int64_t(job.experts.size()) * job.first_tiles;
     if (tile < num_first)

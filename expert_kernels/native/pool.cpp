@@ -5,25 +5,31 @@
 #include "pool.h"
 
 #include <chrono>
+#include <thread>
 
 namespace {
 
 constexpr int TILE_BITS = 24;
 constexpr uint64_t TILE_MASK = (uint64_t(1) << TILE_BITS) - 1;
 constexpr int PAUSES_PER_LOOK_AT_CLOCK = 64;
+// A helper that sleeps is missed for longer than the operations of a decode step are apart.
+constexpr int64_t YIELDING_NS = 150'000;
+constexpr int PAUSES_PER_YIELD = 8;
 
 uint64_t next_of(uint64_t ticket) { return ticket & TILE_MASK; }
 uint64_t count_of(uint64_t ticket) { return (ticket >> TILE_BITS) & TILE_MASK; }
 
-// True as soon as `condition` holds, false when it has not for spin_ns.
+// True as soon as `condition` holds, false when it has not for that long.
 template <class Condition>
-bool spin(int64_t spin_ns, Condition condition) {
+bool spin(int64_t spin_ns, Condition condition, int num_pauses = PAUSES_PER_LOOK_AT_CLOCK,
+          bool is_yielding = false) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(spin_ns);
     do {
-        for (int i = 0; i < PAUSES_PER_LOOK_AT_CLOCK; i++) {
+        for (int i = 0; i < num_pauses; i++) {
             if (condition()) return true;
             pause_briefly();
         }
+        if (is_yielding) std::this_thread::yield();
     } while (std::chrono::steady_clock::now() < end);
     return false;
 }
@@ -50,22 +56,23 @@ TilePool::~TilePool() {
     for (auto& helper : helpers_) helper.join();
 }
 
-void TilePool::run(int64_t num_tiles, int num_threads, void (*work)(void*, int64_t),
-                   void* context) {
+void TilePool::run(int64_t num_tiles, int num_threads, Work work, void* context) {
     const int num_helpers = (num_threads < this->num_threads() ? num_threads : this->num_threads()) - 1;
     if (num_helpers <= 0 || num_tiles <= 1) {
-        for (int64_t tile = 0; tile < num_tiles; tile++) work(context, tile);
+        for (int64_t tile = 0; tile < num_tiles; tile++)
+            work(context, tile, tile + 1 < num_tiles ? tile + 1 : -1);
         return;
     }
     job_ = {work, context, num_tiles};
     num_done_.store(0);
+    num_wanted_.store(num_helpers);
     job_number_++;
     ticket_.store(job_number_ << (2 * TILE_BITS) | uint64_t(num_tiles) << TILE_BITS);
     if (num_asleep_.load() > 0) {
         { std::lock_guard<std::mutex> lock(mutex_); }
         for (int i = 0; i < num_helpers; i++) has_work_.notify_one();
     }
-    while (work_once()) {
+    while (work_on()) {
     }
     const auto is_over = [this, num_tiles] { return num_done_.load() == num_tiles; };
     if (spin(spin_ns_, is_over)) return;
@@ -80,28 +87,48 @@ bool TilePool::is_tile_left() const {
     return next_of(ticket) < count_of(ticket);
 }
 
-bool TilePool::work_once() {
+// The next tile, -1 where none would be left beside `num_others`.
+int64_t TilePool::take(int64_t num_others) {
     uint64_t ticket = ticket_.load();
     do {
-        if (next_of(ticket) >= count_of(ticket)) return false;
+        if (next_of(ticket) + uint64_t(num_others) >= count_of(ticket)) return -1;
     } while (!ticket_.compare_exchange_weak(ticket, ticket + 1));
-    // The tile is ours: its job cannot end, nor its description change, before we say it is done.
+    return int64_t(next_of(ticket));
+}
+
+// Tiles, as long as the next one is known; whether there was one. While a tile is ours its job
+// cannot end, nor its description change, before we say it is done: so the next is of the same job.
+bool TilePool::work_on() {
+    int64_t tile = take(0);
+    if (tile < 0) return false;
     const int64_t num_tiles = job_.num_tiles;
-    job_.work(job_.context, int64_t(next_of(ticket)));
-    if (num_done_.fetch_add(1) + 1 == num_tiles && is_caller_asleep_.load()) {
-        { std::lock_guard<std::mutex> lock(mutex_); }
-        is_done_.notify_one();
+    while (tile >= 0) {
+        const int64_t next = take(num_threads());
+        job_.work(job_.context, tile, next);
+        if (num_done_.fetch_add(1) + 1 == num_tiles && is_caller_asleep_.load()) {
+            { std::lock_guard<std::mutex> lock(mutex_); }
+            is_done_.notify_one();
+        }
+        tile = next;
     }
     return true;
 }
 
+bool TilePool::is_helper_wanted() const { return num_wanted_.load() > 0 && is_tile_left(); }
+
 void TilePool::help() {
+    const auto is_wanted = [this] { return is_helper_wanted() || is_stopping_.load(); };
     while (!is_stopping_.load()) {
-        if (work_once()) continue;
-        if (spin(spin_ns_, [this] { return is_tile_left() || is_stopping_.load(); })) continue;
+        if (is_helper_wanted() && num_wanted_.fetch_sub(1) > 0) {
+            while (work_on()) {
+            }
+            continue;
+        }
+        if (spin(spin_ns_, is_wanted)) continue;
+        if (spin(YIELDING_NS, is_wanted, PAUSES_PER_YIELD, true)) continue;
         std::unique_lock<std::mutex> lock(mutex_);
         num_asleep_.fetch_add(1);
-        has_work_.wait(lock, [this] { return is_tile_left() || is_stopping_.load(); });
+        has_work_.wait(lock, is_wanted);
         num_asleep_.fetch_sub(1);
     }
 }

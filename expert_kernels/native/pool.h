@@ -6,7 +6,11 @@
 // another number or no tile left and touches nothing of a job that is over. Nobody waits for
 // helpers to arrive or to leave, only for tiles to be done.
 //
-// Waiting is bounded spinning, then sleep.
+// A thread takes its next tile when it begins one, while enough are left for the others: who computes
+// a tile can then ask memory for the next one's first lines before it is through.
+//
+// Waiting is bounded spinning, then, for a while, looking again whenever nobody else wants the core,
+// then sleep.
 #pragma once
 
 #include <atomic>
@@ -26,17 +30,24 @@ class TilePool {
 
     int num_threads() const { return int(helpers_.size()) + 1; }
 
-    // work(context, tile) for every tile below num_tiles (< 2^24); returns when all are done.
+    // Whether all threads look for work, so that giving them some costs next to nothing.
+    bool is_awake() const { return num_asleep_.load(std::memory_order_relaxed) == 0; }
+
+    // work(context, tile, next) for every tile below num_tiles (< 2^24); returns when all are done.
+    // `next` is the tile that the same thread computes after it, -1 where that is not known yet.
     // At most num_threads threads take part, the caller among them. One caller at a time.
-    void run(int64_t num_tiles, int num_threads, void (*work)(void*, int64_t), void* context);
+    using Work = void (*)(void* context, int64_t tile, int64_t next);
+    void run(int64_t num_tiles, int num_threads, Work work, void* context);
 
   private:
-    bool work_once();
+    bool work_on();
+    int64_t take(int64_t num_others);
     bool is_tile_left() const;
+    bool is_helper_wanted() const;
     void help();
 
     struct Job {
-        void (*work)(void*, int64_t) = nullptr;
+        Work work = nullptr;
         void* context = nullptr;
         int64_t num_tiles = 0;
     };
@@ -44,6 +55,7 @@ class TilePool {
     // number of the job (16 bits) | number of tiles (24) | next tile (24)
     alignas(64) std::atomic<uint64_t> ticket_{0};
     alignas(64) std::atomic<int64_t> num_done_{0};
+    std::atomic<int> num_wanted_{0};  // helpers that may still join in
     Job job_;
     uint64_t job_number_ = 0;
 

@@ -22,6 +22,8 @@ constexpr int64_t MAX_TILES = (int64_t(1) << 24) - 1;
 // Waking a thread costs 10 to 50 us, and a core reads about 10 bytes per ns: below this many bytes
 // of weights per thread another one does not pay.
 constexpr int64_t BYTES_PER_THREAD = 512 * 1024;
+// One that is awake costs a microsecond or two.
+constexpr int64_t BYTES_PER_AWAKE_THREAD = 64 * 1024;
 
 inline int64_t round_up(int64_t value, int64_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
@@ -91,7 +93,14 @@ inline int64_t num_rows_of(const HrStep& step) {
 // `most`: that may take part; 0: all of the pool.
 inline int useful_threads(const HrPool& pool, int64_t num_bytes, int64_t most = 0) {
     const int64_t all = pool.threads.num_threads();
-    return int(std::min(1 + num_bytes / BYTES_PER_THREAD, most > 0 ? std::min(most, all) : all));
+    const int64_t least = pool.threads.is_awake() ? BYTES_PER_AWAKE_THREAD : BYTES_PER_THREAD;
+    return int(std::min(1 + num_bytes / least, most > 0 ? std::min(most, all) : all));
+}
+
+// Bytes of a job's tile: long enough to stream, short enough that threads end together.
+inline int64_t job_tile_bytes(int64_t num_bytes, int num_threads, int64_t most) {
+    constexpr int64_t TILES_PER_THREAD = 8, LEAST = 48 * 1024;
+    return std::clamp(num_bytes / (num_threads * TILES_PER_THREAD), LEAST, most);
 }
 
 inline void wait_for_zero(const std::atomic<int32_t>& counter) {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from expert_kernels.native_dense import DenseKernels
+from expert_kernels.native_dense import _OP_NAMES, DenseKernels
 from gpu_worker.native_ops import emit
 from gpu_worker.native_program import Frame, NotNative, ProgramBuilder
 from gpu_worker.op_recorder import OpRecorder
@@ -20,9 +20,14 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def run_natively(
-    function: Callable[..., Any], *inputs: torch.Tensor, threads: int = 1, isa: Any = "best"
+    function: Callable[..., Any],
+    *inputs: torch.Tensor,
+    threads: int = 1,
+    isa: Any = "best",
+    names: list[str] | None = None,
 ) -> Any:
-    """What `function` computes, recorded and run by the native library; the inputs stay."""
+    """What `function` computes, recorded and run by the native library; the inputs stay. With
+    `names`, linear layers of the same rows are gathered, and it becomes what is run in order."""
     recorder = OpRecorder(*inputs)
     results: list[torch.Tensor] = []
     with recorder.recording():
@@ -45,6 +50,9 @@ def run_natively(
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
             found[node] = emit(builder, node, args, kwargs)
     outputs = [found[node] for node in noted]
+    if names is not None:
+        builder.gather_linears(0)
+        names[:] = [_OP_NAMES[planned.code] for planned in builder._ops]
     builder.touch(*outputs)
     program = builder.finish()
     frame = Frame(program)
@@ -188,6 +196,38 @@ def test_linear_layers(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
             tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
             torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
             assert torch.equal(found, run_natively(linear, x, threads=3, isa="scalar"))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@torch.inference_mode()
+def test_linear_layers_of_the_same_rows_are_gathered(dtype: torch.dtype) -> None:
+    """They have the bits of each alone, on any threads; what changes the rows keeps them apart."""
+    linear = torch.nn.functional.linear
+    weights = [(values(n, 300, seed=n) / 17).to(dtype) for n in (200, 40, 333)]
+    bias = values(40, dtype=dtype)
+
+    def gathered(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first = linear(x, weights[0]).square()
+        second = linear(x, weights[1], bias).abs()
+        return first, linear(x.abs(), weights[0]), second, linear(x, weights[2])
+
+    def apart(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = x.abs()
+        first = linear(rows, weights[0])
+        rows.mul_(3)
+        return first, linear(rows, weights[1])
+
+    x = values(1, 300, dtype=dtype)
+    for function, order in (
+        (gathered, "linear linear linear square abs abs linear"),
+        (apart, "abs linear mul linear"),
+    ):
+        names: list[str] = []
+        expected = run_natively(function, x)
+        for threads in (1, 3):
+            found = run_natively(function, x, threads=threads, names=names)
+            assert names == order.split()
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @torch.inference_mode()

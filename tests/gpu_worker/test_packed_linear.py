@@ -17,6 +17,7 @@ from gpu_worker.packed_linear import PackedLinear, pack_linears
 from orchestrator.cli.options import dense_dtype
 from protocol.errors import UserError
 from tests.checkpoints import make_checkpoint
+from tests.gpu_worker.test_native_ops import run_natively
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,6 +57,28 @@ def test_a_packed_layer_is_near_and_its_rows_are_apart(name: str) -> None:
         assert torch.equal(model(x[1, 7]), found[1, 7])
         pack_linears(torch.nn.Sequential(), name, DenseKernels(max_isa="scalar"))
         assert torch.equal(model(x[:1, 3:9]), found[:1, 3:9])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@torch.inference_mode()
+def test_layers_of_the_same_rows_are_one_job_with_the_bits_of_each(name: str) -> None:
+    """Tiles of several matrices, of which none is a whole number, shared out among threads."""
+    torch.manual_seed(2)
+    layers = torch.nn.ModuleList(
+        torch.nn.Linear(288, outputs, bias=outputs < 99) for outputs in (400, 33, 150, 16)
+    ).bfloat16()
+    pack_linears(layers, name, DenseKernels())
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(layer(x).abs() for layer in layers)
+
+    for num_rows in (1, 3):
+        x = torch.randn(num_rows, 288).bfloat16()
+        for threads in (1, 4):
+            names: list[str] = []
+            found = run_natively(run, x, threads=threads, names=names)
+            assert names == ["packed_linear"] * 4 + ["abs"] * 4
+            assert all(torch.equal(a, b) for a, b in zip(found, run(x), strict=True))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])

@@ -2,21 +2,28 @@
 //
 // A row's 16-bit codes lie as upper and lower bytes, both with a sign (packed_template.h), so a group
 // is two products of bytes; AMX adds them up as 32-bit integers, and what follows is done in the
-// order of packed.h. Few rows, nvfp4 (groups too short) and fp8 (no integers) go the AVX-512 way.
+// order of packed.h. Few rows and fp8 (no integers) go the AVX-512 way.
+//
+// What takes the time is not the products but what a group's integers take to become float32, for 16
+// rows and one tile of outputs at a time, so that their sums stay in registers. A stretch of a tile's
+// inputs is decoded once for all rows, into memory that stays in the first-level cache. The integers
+// of the group before are taken from memory while the products of the next are under way: two
+// buffers within 4 KiB, since a load waits for an unfinished store to the same place of another page.
 
 #include <immintrin.h>
 
 #include <cstdlib>
 
-#include "packed_template.h"
+#include "packed_avx512.h"
 
 namespace {
 
 constexpr int BLOCK_ROWS = 16;
-// Fewer rows in a block take less time without. Groups of 32 gain little: what a group's integers
-// take to become float32 is then most of the time.
+constexpr int MOST_ROWS = 64;
+constexpr int STRETCH_INPUTS = 512;
+// Fewer rows in a block take less time without, as measured from the cache.
 template <int KIND>
-constexpr int LEAST_ROWS = KIND == HR_INT8 ? 6 : 14;
+constexpr int LEAST_ROWS = KIND == HR_INT8 ? 5 : KIND == HR_NVFP4 ? 14 : 8;
 
 struct TileConfig {
     uint8_t palette, start_row, reserved[14];
@@ -45,237 +52,273 @@ struct ThreadMemory {
 // know that what was stored there is read.
 inline void finish_stores(const void* at) { asm volatile("" : : "r"(at) : "memory"); }
 
-thread_local ThreadMemory row_memory, weight_memory;
+thread_local ThreadMemory row_memory;
 
-// Tiles: 0 .. 3 sums of (output tile 0, upper), (0, lower), (1, upper), (1, lower); 4, 5 upper and
-// lower bytes of the rows; 6, 7 weights of both output tiles.
-void configure(int chunk) {
+template <int KIND_, int GROUP_SIZE_>
+struct Shape {
+    static constexpr int KIND = KIND_, GROUP_SIZE = GROUP_SIZE_;
+    static constexpr int CHUNK = GROUP_SIZE < 64 ? GROUP_SIZE : 64;  // inputs per product
+    // A block of rows, per group: upper bytes and lower bytes of each row, then the rows' scales,
+    // then the sums of their codes; zeros for rows that there are not.
+    static constexpr int ROW_BYTES = 2 * GROUP_SIZE;
+    static constexpr int SCALES_AT = BLOCK_ROWS * ROW_BYTES;
+    static constexpr int SUMS_AT = SCALES_AT + BLOCK_ROWS * 4;
+    static constexpr int BLOCK_BYTES = SUMS_AT + BLOCK_ROWS * 4;
+    static constexpr int WEIGHT_BYTES = GROUP_SIZE * TILE_OUTPUTS;  // of a group, a byte each
+    static constexpr int GROUPS = STRETCH_INPUTS / GROUP_SIZE;      // of a stretch; whole records
+};
+
+// Tiles: 0, 1 sums of upper and of lower bytes; 2, 3 those bytes of the rows; 4 weights. Others for
+// every other group made it slower, not faster.
+void configure(int chunk, int num_rows) {
     alignas(64) TileConfig config{};
     config.palette = 1;
-    for (int tile = 0; tile < 8; tile++) {
-        config.rows[tile] = tile < 6 ? BLOCK_ROWS : uint8_t(chunk / 4);
-        config.row_bytes[tile] = tile == 4 || tile == 5 ? uint16_t(chunk) : 64;
+    for (int tile = 0; tile < 5; tile++) {
+        config.rows[tile] = uint8_t(tile < 4 ? num_rows : chunk / 4);
+        config.row_bytes[tile] = tile == 2 || tile == 3 ? uint16_t(chunk) : LINE_BYTES;
     }
     finish_stores(&config);
     _tile_loadconfig(&config);
 }
 
-// A block of rows, per group: upper bytes and lower bytes of each row, then the rows' scales, then
-// the sums of their codes; zeros for rows that there are not.
-int64_t gathered_bytes(const PackedFormat& format) {
-    return int64_t(BLOCK_ROWS) * (2 * format.group_size + 4 + 4);
-}
-
+template <class S>
 void gather_rows(const PackedProduct& p, int first, int num_rows, char* to) {
-    const int row_bytes = 2 * p.format->group_size;
-    const int64_t group_bytes = gathered_bytes(*p.format);
-    memset(to, 0, size_t(p.num_groups * group_bytes));
-    for (int m = 0; m < num_rows; m++) {
-        const PackedRow& row = p.rows[first + m];
-        const char* codes = reinterpret_cast<const char*>(row.codes);
-        for (int64_t group = 0; group < p.num_groups; group++) {
-            char* at = to + group * group_bytes;
-            memcpy(at + m * row_bytes, codes + group * row_bytes, size_t(row_bytes));
-            memcpy(at + BLOCK_ROWS * row_bytes + m * 4, row.scales + group, 4);
-            memcpy(at + BLOCK_ROWS * (row_bytes + 4) + m * 4, row.sums + group, 4);
+    const PackedRow* rows = p.rows + first;
+    for (int64_t group = 0; group < p.num_groups; group++, to += S::BLOCK_BYTES) {
+        for (int m = 0; m < num_rows; m++) {
+            memcpy(to + m * S::ROW_BYTES, rows[m].codes + group * S::GROUP_SIZE, S::ROW_BYTES);
+            memcpy(to + S::SCALES_AT + m * 4, rows[m].scales + group, 4);
+            memcpy(to + S::SUMS_AT + m * 4, rows[m].sums + group, 4);
         }
+        if (num_rows == BLOCK_ROWS) continue;
+        const size_t missing = size_t(BLOCK_ROWS - num_rows);
+        memset(to + num_rows * S::ROW_BYTES, 0, missing * S::ROW_BYTES);
+        memset(to + S::SCALES_AT + num_rows * 4, 0, missing * 4);
+        memset(to + S::SUMS_AT + num_rows * 4, 0, missing * 4);
     }
 }
 
-struct Group {
-    const char* codes;
-    const char* scales;
-    const char* zeros;
+// A stretch of a tile's weights, ready: per group where its bytes lie, its scales as float32, its
+// zero points.
+template <class S>
+struct Weights {
+    alignas(64) char decoded[S::KIND == HR_INT8 ? 1 : S::GROUPS * S::WEIGHT_BYTES];
+    alignas(64) float scales[S::GROUPS][TILE_OUTPUTS];
+    alignas(64) int32_t zeros[S::KIND == HR_INT4 ? S::GROUPS : 1][TILE_OUTPUTS];
+    const char* codes[S::GROUPS];
 };
 
-Group find_group(const PackedProduct& p, int tile, int64_t group) {
-    const PackedFormat& format = *p.format;
-    const int64_t record_bytes =
-        format.record_scale_bytes + format.groups_per_record * format.group_code_bytes;
-    const int64_t within = group % format.groups_per_record;
-    const char* record = p.tiles + tile * p.tile_bytes + format.header_bytes +
-                         group / format.groups_per_record * record_bytes;
-    const int scale_bytes = TILE_OUTPUTS * format.scale_bytes;
-    return {record + format.record_scale_bytes + within * format.group_code_bytes,
-            record + within * scale_bytes,
-            record + format.groups_per_record * scale_bytes + within * TILE_OUTPUTS};
-}
-
-// 4-bit codes of a tile as bytes with a sign, group after group.
-template <int KIND>
-void decode_tile(const PackedProduct& p, int tile, char* to) {
-    const PackedFormat& format = *p.format;
-    const int8_t* values = IS_E2M1<KIND>             ? E2M1_DOUBLED
+// `num_groups` groups from the record at `record` on; returns the record behind them.
+template <class S>
+const char* make_ready(const PackedFormat& format, const char* record, int num_groups,
+                       Weights<S>& to) {
+    const int8_t* values = IS_E2M1<S::KIND>         ? E2M1_DOUBLED
                            : format.has_zero_points ? INT4_RAW_VALUES
                                                     : INT4_VALUES;
-    const __m512i table =
-        _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
-    const __m512i mask = _mm512_set1_epi8(15);
-    for (int64_t group = 0; group < p.num_groups; group++) {
-        const char* codes = find_group(p, tile, group).codes;
-        for (int at = 0; at < format.group_code_bytes; at += LINE_BYTES, to += 2 * LINE_BYTES) {
-            _mm_prefetch(codes + at + PACKED_PREFETCH_BYTES, _MM_HINT_T0);
-            const __m512i line = _mm512_loadu_si512(codes + at);
-            const __m512i high = _mm512_and_si512(_mm512_srli_epi16(line, 4), mask);
-            _mm512_store_si512(to, _mm512_shuffle_epi8(table, _mm512_and_si512(line, mask)));
-            _mm512_store_si512(to + LINE_BYTES, _mm512_shuffle_epi8(table, high));
+    const __m512i table = Avx512Lines::table(values), mask = _mm512_set1_epi8(15);
+    const int scale_kind = S::KIND == HR_MXFP4   ? HR_SCALE_E8M0
+                           : S::KIND == HR_NVFP4 ? HR_SCALE_E4M3
+                                                 : format.scale;
+    const int scale_bytes = TILE_OUTPUTS * format.scale_bytes;
+    char* decoded = to.decoded;
+    for (int first = 0; first < num_groups; first += format.groups_per_record) {
+        const int left = num_groups - first;
+        const int count = left < format.groups_per_record ? left : format.groups_per_record;
+        const char* codes = record + format.record_scale_bytes;
+        for (int i = 0; i < count; i++, codes += format.group_code_bytes) {
+            const int group = first + i;
+            _mm512_store_ps(to.scales[group],
+                            Avx512Lines::scale(scale_kind, record + i * scale_bytes));
+            if (S::KIND == HR_INT4 && format.has_zero_points) {
+                const char* zeros = record + format.groups_per_record * scale_bytes;
+                _mm512_store_si512(to.zeros[group],
+                                   _mm512_cvtepu8_epi32(_mm_loadu_si128(
+                                       reinterpret_cast<const __m128i*>(zeros) + i)));
+            }
+            to.codes[group] = S::KIND == HR_INT8 ? codes : decoded;
+            if constexpr (S::KIND != HR_INT8)
+                for (int at = 0; at < S::WEIGHT_BYTES / 2; at += LINE_BYTES) {
+                    _mm_prefetch(codes + at + PACKED_PREFETCH_BYTES, _MM_HINT_T0);
+                    const __m512i line = _mm512_loadu_si512(codes + at);
+                    const __m512i high = _mm512_and_si512(_mm512_srli_epi16(line, 4), mask);
+                    const __m512i low = _mm512_and_si512(line, mask);
+                    _mm512_store_si512(decoded, _mm512_shuffle_epi8(table, low));
+                    _mm512_store_si512(decoded + LINE_BYTES, _mm512_shuffle_epi8(table, high));
+                    decoded += 2 * LINE_BYTES;
+                }
         }
+        record = codes;
     }
+    finish_stores(to.decoded);
+    return record;
 }
 
-__m512 load_scales(int kind, const char* from) {
-    const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    if (kind == HR_SCALE_FLOAT32) return _mm512_loadu_ps(from);
-    if (kind == HR_SCALE_FLOAT16) return _mm512_cvtph_ps(words);
-    if (kind == HR_SCALE_BFLOAT16)
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
-    return _mm512_castsi512_ps(
-        _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm256_castsi256_si128(words)), 23));
+using Integers = int32_t[2][BLOCK_ROWS][TILE_OUTPUTS];  // of upper and of lower bytes
+
+// Bytes of a store are read here for the first time; others were when they were decoded.
+template <class S>
+__attribute__((always_inline)) inline void ask_ahead(const char* weights) {
+    if constexpr (S::KIND == HR_INT8)
+        each<S::CHUNK / 4>(HR_EACH(line) {
+            _mm_prefetch(weights + line * LINE_BYTES + PACKED_PREFETCH_BYTES, _MM_HINT_T0);
+        });
 }
 
-using Integers = int32_t[2][2][BLOCK_ROWS][TILE_OUTPUTS];  // [output tile][upper, lower]
-
-// The products of one group of T output tiles with a block of rows.
-template <int T>
-__attribute__((always_inline)) inline void multiply_group(const char* rows,
-                                                          const char* const (&weights)[T],
-                                                          int group_size, int chunk,
+// The products of one group.
+template <class S>
+__attribute__((always_inline)) inline void multiply_group(const char* rows, const char* weights,
                                                           Integers& found) {
     _tile_zero(0);
     _tile_zero(1);
-    if constexpr (T == 2) {
-        _tile_zero(2);
-        _tile_zero(3);
+    each<S::GROUP_SIZE / S::CHUNK>(HR_EACH(i) {
+        constexpr int k = i * S::CHUNK;
+        ask_ahead<S>(weights + k * TILE_OUTPUTS);
+        _tile_loadd(2, rows + k, S::ROW_BYTES);
+        _tile_loadd(3, rows + S::GROUP_SIZE + k, S::ROW_BYTES);
+        _tile_loadd(4, weights + k * TILE_OUTPUTS, LINE_BYTES);
+        _tile_dpbssd(0, 2, 4);
+        _tile_dpbssd(1, 3, 4);
+    });
+    _tile_stored(0, found[0], LINE_BYTES);
+    _tile_stored(1, found[1], LINE_BYTES);
+}
+
+template <class S, bool HAS_ZEROS, int M>
+__attribute__((always_inline)) inline void add_group(const Weights<S>& weights,
+                                                     const char* rows, int group, const Integers& found,
+                                                     __m512 (&sums)[M]) {
+    const float* row_scales = reinterpret_cast<const float*>(rows + S::SCALES_AT);
+    const int32_t* row_sums = reinterpret_cast<const int32_t*>(rows + S::SUMS_AT);
+    const __m512 scale = _mm512_load_ps(weights.scales[group]);
+    each<M>(HR_EACH(m) {
+        __m512i integer = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(found[0][m]), 8),
+                                           _mm512_load_si512(found[1][m]));
+        if constexpr (HAS_ZEROS)
+            integer = _mm512_sub_epi32(
+                integer, _mm512_mullo_epi32(_mm512_load_si512(weights.zeros[group]),
+                                            _mm512_set1_epi32(row_sums[m])));
+        sums[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(integer),
+                                  _mm512_mul_ps(scale, _mm512_set1_ps(row_scales[m])), sums[m]);
+    });
+}
+
+// A stretch of one tile of outputs for a block of at most M rows, gathered at `rows`.
+template <class S, bool HAS_ZEROS, int M>
+void multiply_block(const Weights<S>& weights, int num_groups, const char* rows,
+                    float (*block_sums)[TILE_OUTPUTS]) {
+    alignas(4096) Integers found[2];
+    __m512 sums[M];
+    each<M>(HR_EACH(m) { sums[m] = _mm512_load_ps(block_sums[m]); });
+    multiply_group<S>(rows, weights.codes[0], found[0]);
+    int group = 1;
+    for (; group + 1 < num_groups; group += 2) {
+        const char* at = rows + group * S::BLOCK_BYTES;
+        multiply_group<S>(at, weights.codes[group], found[1]);
+        add_group<S, HAS_ZEROS, M>(weights, at - S::BLOCK_BYTES, group - 1, found[0], sums);
+        multiply_group<S>(at + S::BLOCK_BYTES, weights.codes[group + 1], found[0]);
+        add_group<S, HAS_ZEROS, M>(weights, at, group, found[1], sums);
     }
-    for (int k = 0; k < group_size; k += chunk) {
-        _tile_loadd(4, rows + k, 2 * group_size);
-        _tile_loadd(5, rows + group_size + k, 2 * group_size);
-        _tile_loadd(6, weights[0] + k * TILE_OUTPUTS, LINE_BYTES);
-        _tile_dpbssd(0, 4, 6);
-        _tile_dpbssd(1, 5, 6);
-        if constexpr (T == 2) {
-            _tile_loadd(7, weights[1] + k * TILE_OUTPUTS, LINE_BYTES);
-            _tile_dpbssd(2, 4, 7);
-            _tile_dpbssd(3, 5, 7);
+    const char* at = rows + group * S::BLOCK_BYTES;
+    if (group < num_groups) multiply_group<S>(at, weights.codes[group], found[1]);
+    add_group<S, HAS_ZEROS, M>(weights, at - S::BLOCK_BYTES, group - 1, found[0], sums);
+    if (group < num_groups)
+        add_group<S, HAS_ZEROS, M>(weights, at, group, found[1], sums);
+    each<M>(HR_EACH(m) { _mm512_store_ps(block_sums[m], sums[m]); });
+}
+
+// Rows whose integers become float32: no more of them than there are, by and large.
+template <class S, bool HAS_ZEROS>
+void multiply_rows(const Weights<S>& weights, int num_groups, int num_rows, const char* rows,
+                   float (*sums)[TILE_OUTPUTS]) {
+    if (num_rows <= 4)
+        multiply_block<S, HAS_ZEROS, 4>(weights, num_groups, rows, sums);
+    else if (num_rows <= 8)
+        multiply_block<S, HAS_ZEROS, 8>(weights, num_groups, rows, sums);
+    else
+        multiply_block<S, HAS_ZEROS, 16>(weights, num_groups, rows, sums);
+}
+
+template <class S>
+void multiply_tile(const PackedProduct& p, int tile, int num_rows, const char* rows) {
+    const PackedFormat& format = *p.format;
+    const int64_t block_bytes = p.num_groups * int64_t(S::BLOCK_BYTES);
+    Weights<S> weights;
+    alignas(64) float sums[MOST_ROWS][TILE_OUTPUTS] = {};
+    const char* start = p.tiles + tile * p.tile_bytes;
+    const char* record = start + format.header_bytes;
+    for (int done = 0; done < p.num_groups; done += S::GROUPS) {
+        const int left = p.num_groups - done, count = left < S::GROUPS ? left : S::GROUPS;
+        record = make_ready<S>(format, record, count, weights);
+        for (int first = 0; first < num_rows; first += BLOCK_ROWS) {
+            const char* block = rows + first / BLOCK_ROWS * block_bytes + done * S::BLOCK_BYTES;
+            if (S::KIND == HR_INT4 && format.has_zero_points)
+                multiply_rows<S, S::KIND == HR_INT4>(weights, count, num_rows - first, block,
+                                                     sums + first);
+            else
+                multiply_rows<S, false>(weights, count, num_rows - first, block, sums + first);
         }
     }
-    _tile_stored(0, found[0][0], LINE_BYTES);
-    _tile_stored(1, found[0][1], LINE_BYTES);
-    if constexpr (T == 2) {
-        _tile_stored(2, found[1][0], LINE_BYTES);
-        _tile_stored(3, found[1][1], LINE_BYTES);
+    __m512 factor = _mm512_set1_ps(0.5f);
+    if constexpr (S::KIND == HR_NVFP4) factor = _mm512_mul_ps(_mm512_loadu_ps(start), factor);
+    for (int m = 0; m < num_rows; m++) {
+        __m512 sum = _mm512_load_ps(sums[m]);
+        if constexpr (IS_E2M1<S::KIND>) sum = _mm512_mul_ps(sum, factor);
+        _mm512_storeu_ps(p.out + m * p.out_stride + tile * TILE_OUTPUTS, sum);
     }
 }
 
-// T output tiles from number `tile` on, for the rows first .. first + num_rows, gathered at `rows`;
-// `decoded`: the tiles' weights as bytes, or null where they are bytes in the store.
-template <int KIND, int T>
-void multiply_block(const PackedProduct& p, int tile, int first, int num_rows, const char* rows,
-                    const char* decoded) {
-    const PackedFormat& format = *p.format;
-    const int group_size = format.group_size, chunk = group_size < 64 ? group_size : 64;
-    const int64_t decoded_bytes = int64_t(p.num_groups) * group_size * TILE_OUTPUTS;
-    const int64_t group_bytes = gathered_bytes(format);
-    alignas(64) Integers found[2];  // of this group and the one before
-    alignas(64) float sums[T][BLOCK_ROWS][TILE_OUTPUTS] = {};
-    const auto add = [&](int64_t group) __attribute__((always_inline)) {
-        const Integers& integers = found[group & 1];
-        for (int t = 0; t < T; t++) {
-            const Group at = find_group(p, tile + t, group);
-            const __m512 scale =
-                load_scales(KIND == HR_MXFP4 ? HR_SCALE_E8M0 : format.scale, at.scales);
-            const __m512i zero = _mm512_cvtepu8_epi32(
-                _mm_loadu_si128(reinterpret_cast<const __m128i*>(at.zeros)));
-            const char* block = rows + group * group_bytes + BLOCK_ROWS * 2 * group_size;
-            const float* row_scales = reinterpret_cast<const float*>(block);
-            const int32_t* row_sums = reinterpret_cast<const int32_t*>(block) + BLOCK_ROWS;
-#pragma GCC unroll 16
-            for (int m = 0; m < BLOCK_ROWS; m++) {
-                const __m512i upper = _mm512_load_si512(integers[t][0][m]);
-                __m512i integer = _mm512_add_epi32(_mm512_slli_epi32(upper, 8),
-                                                   _mm512_load_si512(integers[t][1][m]));
-                if (KIND == HR_INT4 && format.has_zero_points)
-                    integer = _mm512_sub_epi32(
-                        integer, _mm512_mullo_epi32(zero, _mm512_set1_epi32(row_sums[m])));
-                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(row_scales[m]));
-                _mm512_store_ps(sums[t][m], _mm512_fmadd_ps(_mm512_cvtepi32_ps(integer), both,
-                                                            _mm512_load_ps(sums[t][m])));
-            }
-        }
-    };
-    for (int64_t group = 0; group < p.num_groups; group++) {
-        const char* weights[T];
-        for (int t = 0; t < T; t++)
-            weights[t] = decoded
-                             ? decoded + t * decoded_bytes + group * group_size * TILE_OUTPUTS
-                             : find_group(p, tile + t, group).codes;
-        multiply_group<T>(rows + group * group_bytes, weights, group_size, chunk,
-                          found[group & 1]);
-        if (group) add(group - 1);
-    }
-    add(p.num_groups - 1);
-    const __m512 factor = _mm512_set1_ps(KIND == HR_MXFP4 ? 0.5f : 1.0f);
-    for (int t = 0; t < T; t++)
-        for (int m = 0; m < num_rows; m++)
-            _mm512_storeu_ps(
-                p.out + (first + m) * p.out_stride + (tile + t) * TILE_OUTPUTS,
-                _mm512_mul_ps(_mm512_load_ps(sums[t][m]), factor));
-}
-
-template <int KIND, int T>
-void multiply_blocks(const PackedProduct& p, int tile, int num_rows, const char* rows,
-                     char* decoded) {
-    const PackedFormat& format = *p.format;
-    const int64_t decoded_bytes = int64_t(p.num_groups) * format.group_size * TILE_OUTPUTS;
-    const int64_t block_bytes = p.num_groups * gathered_bytes(format);
-    if (!HAS_BYTES<KIND>)
-        for (int t = 0; t < T; t++)
-            decode_tile<KIND>(p, tile + t, decoded + t * decoded_bytes);
-    finish_stores(rows);
-    for (int first = 0; first < num_rows; first += BLOCK_ROWS, rows += block_bytes) {
-        const int left = num_rows - first;
-        multiply_block<KIND, T>(p, tile, first, left < BLOCK_ROWS ? left : BLOCK_ROWS, rows,
-                                HAS_BYTES<KIND> ? nullptr : decoded);
-    }
-}
-
-template <int KIND>
-void multiply_amx(const PackedProduct& p) {
+// At most MOST_ROWS rows.
+template <class S>
+void multiply_some(const PackedProduct& p) {
+    const int64_t block_bytes = p.num_groups * int64_t(S::BLOCK_BYTES);
     const int rest = p.num_rows % BLOCK_ROWS;
-    const int num_rows = rest < LEAST_ROWS<KIND> ? p.num_rows - rest : p.num_rows;
-    const int64_t depth = int64_t(p.num_groups) * p.format->group_size;
-    const int64_t block_bytes = p.num_groups * gathered_bytes(*p.format);
+    int num_rows = rest < LEAST_ROWS<S::KIND> ? p.num_rows - rest : p.num_rows;
     const int num_blocks = (num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    char *rows = nullptr, *decoded = nullptr;
+    char* rows = num_rows ? row_memory.at_least(size_t(num_blocks * block_bytes)) : nullptr;
+    if (!rows) num_rows = 0;
     if (num_rows) {
-        rows = row_memory.at_least(size_t(num_blocks * block_bytes));
-        decoded = weight_memory.at_least(size_t(2 * depth * TILE_OUTPUTS));
+        for (int first = 0; first < num_rows; first += BLOCK_ROWS) {
+            const int left = num_rows - first;
+            gather_rows<S>(p, first, left < BLOCK_ROWS ? left : BLOCK_ROWS,
+                           rows + first / BLOCK_ROWS * block_bytes);
+        }
+        finish_stores(rows);
+        configure(S::CHUNK, num_rows < BLOCK_ROWS ? num_rows : BLOCK_ROWS);
+        for (int tile = 0; tile < p.num_tiles; tile++) multiply_tile<S>(p, tile, num_rows, rows);
+        _tile_release();
     }
-    if (!rows || !decoded) return avx512_packed.multiply[KIND - 1](p);
-    for (int block = 0; block < num_blocks; block++) {
-        const int first = block * BLOCK_ROWS, left = num_rows - first;
-        gather_rows(p, first, left < BLOCK_ROWS ? left : BLOCK_ROWS, rows + block * block_bytes);
-    }
-    configure(p.format->group_size < 64 ? p.format->group_size : 64);
-    int tile = 0;
-    for (; tile + 2 <= p.num_tiles; tile += 2)
-        multiply_blocks<KIND, 2>(p, tile, num_rows, rows, decoded);
-    if (tile < p.num_tiles) multiply_blocks<KIND, 1>(p, tile, num_rows, rows, decoded);
-    _tile_release();
     if (num_rows == p.num_rows) return;
     PackedProduct last = p;
     last.rows += num_rows;
     last.num_rows -= num_rows;
     last.out += num_rows * p.out_stride;
-    avx512_packed.multiply[KIND - 1](last);
+    avx512_packed.multiply[S::KIND - 1](last);
 }
 
-void multiply_nvfp4(const PackedProduct& p) { avx512_packed.multiply[HR_NVFP4 - 1](p); }
+template <class S>
+void multiply_amx(const PackedProduct& p) {
+    PackedProduct some = p;
+    for (int done = 0; done < p.num_rows; done += some.num_rows) {
+        const int left = p.num_rows - done;
+        some.rows = p.rows + done;
+        some.num_rows = left < MOST_ROWS ? left : MOST_ROWS;
+        some.out = p.out + done * p.out_stride;
+        multiply_some<S>(some);
+    }
+}
+
+template <int KIND>
+void multiply_sized(const PackedProduct& p) {
+    if (p.format->group_size == 32) return multiply_amx<Shape<KIND, 32>>(p);
+    if (p.format->group_size == 64) return multiply_amx<Shape<KIND, 64>>(p);
+    multiply_amx<Shape<KIND, 128>>(p);
+}
+
 void multiply_fp8(const PackedProduct& p) { avx512_packed.multiply[HR_FP8 - 1](p); }
 
 }  // namespace
 
 extern const PackedKernels amx_packed = {
-    {multiply_amx<HR_INT8>, multiply_amx<HR_INT4>, multiply_amx<HR_MXFP4>, multiply_nvfp4,
-     multiply_fp8},
+    {multiply_sized<HR_INT8>, multiply_sized<HR_INT4>, multiply_amx<Shape<HR_MXFP4, 32>>,
+     multiply_amx<Shape<HR_NVFP4, 16>>, multiply_fp8},
     quantise_packed<true>};

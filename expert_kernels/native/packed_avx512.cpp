@@ -98,6 +98,85 @@ struct Avx512 : Avx512Lines {
     }
 };
 
+// fp8 for many rows: a group of a tile is decoded once for all of them, into memory that stays in
+// the first-level cache. Every row's sums are made as by the other way, in the same order.
+constexpr int FP8_GROUP = 128, FP8_LINES = FP8_GROUP / 4;
+constexpr int LEAST_FP8_ROWS = 12, MOST_FP8_ROWS = 64;
+
+// rows[m].values: of the group; sums: of row m at sums + m * TILE_OUTPUTS.
+template <int M>
+void add_decoded_fp8(const float (&weights)[FP8_LINES][4][TILE_OUTPUTS], __m512 scale,
+                     const PackedRow* rows, int64_t first, float* sums) {
+    const float* x[M];
+    __m512 found[M][4];
+    for (int m = 0; m < M; m++) x[m] = rows[m].values + first;
+    each<M * 4>(HR_EACH(i) { found[i / 4][i % 4] = _mm512_setzero_ps(); });
+    for (int line = 0; line < FP8_LINES; line++)
+        each<4>(HR_EACH(j) {
+            const __m512 weight = _mm512_load_ps(weights[line][j]);
+            each<M>(HR_EACH(m) {
+                found[m][j] = Avx512Lines::fma(weight, x[m][line * 4 + j], found[m][j]);
+            });
+        });
+    each<M>(HR_EACH(m) {
+        float* sum = sums + m * TILE_OUTPUTS;
+        const __m512 all = _mm512_add_ps(_mm512_add_ps(found[m][0], found[m][1]),
+                                         _mm512_add_ps(found[m][2], found[m][3]));
+        _mm512_storeu_ps(sum, _mm512_fmadd_ps(all, scale, _mm512_loadu_ps(sum)));
+    });
+}
+
+template <int M>
+int add_decoded_rows(const float (&weights)[FP8_LINES][4][TILE_OUTPUTS], __m512 scale,
+                     const PackedProduct& p, int64_t first, float* sums, int row) {
+    for (; row + M <= p.num_rows; row += M)
+        add_decoded_fp8<M>(weights, scale, p.rows + row, first, sums + row * TILE_OUTPUTS);
+    return row;
+}
+
+void multiply_fp8_tile(const PackedProduct& p, int tile) {
+    const PackedFormat& format = *p.format;
+    alignas(64) float weights[FP8_LINES][4][TILE_OUTPUTS];
+    alignas(64) float sums[MOST_FP8_ROWS * TILE_OUTPUTS] = {};
+    const char* record = p.tiles + tile * p.tile_bytes;
+    for (int64_t group = 0; group < p.num_groups; group++) {
+        const char* codes = record + format.record_scale_bytes;
+        for (int line = 0; line < FP8_LINES; line++) {
+            Avx512::prefetch(codes + line * LINE_BYTES + PACKED_PREFETCH_BYTES);
+            __m512 w[4];
+            Avx512::decode_fp8(codes + line * LINE_BYTES, w);
+            each<4>(HR_EACH(j) { _mm512_store_ps(weights[line][j], w[j]); });
+        }
+        const __m512 scale = Avx512Lines::multiply(Avx512Lines::load(record), 256.0f);
+        const int64_t first = group * FP8_GROUP;
+        int row = add_decoded_rows<6>(weights, scale, p, first, sums, 0);
+        row = add_decoded_rows<4>(weights, scale, p, first, sums, row);
+        row = add_decoded_rows<2>(weights, scale, p, first, sums, row);
+        add_decoded_rows<1>(weights, scale, p, first, sums, row);
+        record = codes + format.group_code_bytes;
+    }
+    for (int m = 0; m < p.num_rows; m++)
+        _mm512_storeu_ps(p.out + m * p.out_stride + tile * TILE_OUTPUTS,
+                         _mm512_load_ps(sums + m * TILE_OUTPUTS));
+}
+
+void multiply_fp8(const PackedProduct& p) {
+    PackedProduct some = p;
+    for (int done = 0; done < p.num_rows; done += some.num_rows) {
+        const int left = p.num_rows - done;
+        some.rows = p.rows + done;
+        some.num_rows = left < MOST_FP8_ROWS ? left : MOST_FP8_ROWS;
+        some.out = p.out + done * p.out_stride;
+        if (some.num_rows < LEAST_FP8_ROWS)
+            multiply_packed<Avx512, HR_FP8>(some);
+        else
+            for (int tile = 0; tile < p.num_tiles; tile++) multiply_fp8_tile(some, tile);
+    }
+}
+
 }  // namespace
 
-extern const PackedKernels avx512_packed = packed_of<Avx512>();
+extern const PackedKernels avx512_packed = {
+    {multiply_packed<Avx512, HR_INT8>, multiply_packed<Avx512, HR_INT4>,
+     multiply_packed<Avx512, HR_MXFP4>, multiply_packed<Avx512, HR_NVFP4>, multiply_fp8},
+    quantise_packed<true>};

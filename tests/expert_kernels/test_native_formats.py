@@ -138,6 +138,17 @@ def test_same_bits_on_every_isa_for_any_threads_rows_and_address(name: str, weig
 
 
 @pytest.mark.parametrize("weights", SOME_FORMATS)
+def test_a_row_among_more_than_one_pass_has_the_bits_it_has_alone(weights: str) -> None:
+    layout = quantised_layout(FORMS["clamped"], FORMATS[weights], "bfloat16")
+    function = NativeExpertFunction(layout, num_threads=2)
+    tensors = function.tensors_of(Quantised(layout).block)
+    x = rows_for(function, 131)
+    alone = torch.cat([function(tensors, row) for row in x.split(1)])
+    for num_rows in (131, 128, 84, 71, 65, 64, 40, 20, 12, 9, 6, 5):
+        assert torch.equal(bits(function(tensors, x[:num_rows])), bits(alone[:num_rows]))
+
+
+@pytest.mark.parametrize("weights", SOME_FORMATS)
 def test_no_number_stays_none_and_zeros_stay_zero(weights: str) -> None:
     form = form_of(hidden_size=300, intermediate_size=40)
     layout = quantised_layout(form, FORMATS[weights], "float32")

@@ -140,7 +140,7 @@ def test_same_bits_on_every_isa_for_any_threads_rows_and_address(name: str, weig
 @pytest.mark.parametrize("weights", SOME_FORMATS)
 def test_a_row_among_more_than_one_pass_has_the_bits_it_has_alone(weights: str) -> None:
     layout = quantised_layout(FORMS["clamped"], FORMATS[weights], "bfloat16")
-    function = NativeExpertFunction(layout, num_threads=2)
+    function = NativeExpertFunction(layout)
     tensors = function.tensors_of(Quantised(layout).block)
     x = rows_for(function, 131)
     alone = torch.cat([function(tensors, row) for row in x.split(1)])

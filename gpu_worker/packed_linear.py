@@ -72,11 +72,12 @@ def format_of(name: str) -> WeightFormat:
 def pack_linears(model: torch.nn.Module, name: str, kernels: DenseKernels) -> int:
     """Quantise the large linear layers of `model` to the format `name`; how many there were."""
     _kernels_in_use[:] = [kernels]
-    found = list(large_linears(model))
-    for path, linear in found:
+    paths = [path for path, _ in large_linears(model)]
+    for path in paths:  # one by one: the floats of each are let go before the next is made
         owner, _, leaf = path.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, PackedLinear(linear, name))
-    return len(found)
+        module = model.get_submodule(owner)
+        setattr(module, leaf, PackedLinear(getattr(module, leaf), name))
+    return len(paths)
 
 
 def _packed_linear(

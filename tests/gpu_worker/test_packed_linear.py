@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 
 from expert_kernels.native_dense import DenseKernels
 from expert_kernels.native_library import NativeLibraryError
-from expert_store.dense_linears import large_linears
+from expert_store.dense_linears import large_linears, pack_matrix
+from gpu_worker import packed_linear
 from gpu_worker.dense_path import quantise_dense
 from gpu_worker.model import load_dense_model
 from gpu_worker.packed_linear import PackedLinear, pack_linears
@@ -21,6 +23,8 @@ from tests.gpu_worker.test_native_ops import run_natively
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from expert_store.formats import WeightFormat
 
 #: Largest difference from the float layer, relative to the largest value, that a format may make.
 FORMATS = {
@@ -79,6 +83,20 @@ def test_layers_of_the_same_rows_are_one_job_with_the_bits_of_each(name: str) ->
             found = run_natively(run, x, threads=threads, names=names)
             assert names == ["packed_linear"] * 4 + ["abs"] * 4
             assert all(torch.equal(a, b) for a, b in zip(found, run(x), strict=True))
+
+
+def test_floats_are_let_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 32 + 16 * n) for n in range(4)))
+    floats = [weakref.ref(linear.weight) for linear in model]
+    num_alive: list[int] = []
+
+    def count(weights: WeightFormat, matrix: torch.Tensor) -> object:
+        num_alive.append(sum(weight() is not None for weight in floats))
+        return pack_matrix(weights, matrix)
+
+    monkeypatch.setattr(packed_linear, "pack_matrix", count)
+    assert pack_linears(model, "int8", DenseKernels()) == 4
+    assert num_alive == [4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 
 from orchestrator.loading import LoaderFault
 from protocol.errors import EXIT_FAULT, EXIT_OK, UserError
+
+log = logging.getLogger("headrace")
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -16,10 +20,20 @@ class Ending(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException | None) -> Ending:
-        """By what a person can put right; anything else is raised."""
+        """By what a person can put right. Anything else is a fault of ours, and its traceback goes
+        to the log: it is not raised, because workers must be ended whatever went wrong."""
         if isinstance(error, UserError):
             return cls(error.exit_code, str(error))
         if isinstance(error, LoaderFault):
             return cls(EXIT_FAULT, f"Loading failed: {error}.")
-        assert error is not None  # serving has no other end
-        raise error
+        log.error("fault: %s", error, exc_info=error)
+        return cls.own_fault()
+
+    @classmethod
+    def own_fault(cls) -> Ending:
+        """Of a fault that was logged."""
+        return cls(
+            EXIT_FAULT,
+            "The orchestrator met a fault of its own, shown above; start it again, and report the "
+            "fault if it comes back.",
+        )

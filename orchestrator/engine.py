@@ -46,7 +46,7 @@ from orchestrator.hub import Hub, Worker
 from orchestrator.latency_log import LatencyFold, WorkerRecord
 from orchestrator.lifelines import Lifelines
 from orchestrator.load_progress import LoadProgress, tell_errors
-from orchestrator.loading import LoaderFault, load_store
+from orchestrator.loading import load_store
 from orchestrator.log_file import LogFile
 from orchestrator.mailroom import Mailroom
 from orchestrator.native_reuse import load_kernel
@@ -69,7 +69,7 @@ from orchestrator.totals import Totals
 from orchestrator.trace_recorder import TraceRecorder
 from protocol.channel import RouterChannel
 from protocol.codec import to_orchestrator
-from protocol.errors import EXIT_FAULT, UserError
+from protocol.errors import UserError
 from protocol.messages import (
     Cancel,
     ClientRequest,
@@ -154,13 +154,17 @@ class Engine:
             waits: set[asyncio.Future[Any]] = {serving, self._ended}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if serving.done() and not self._ended.done():
-                ending = Ending.of(serving.exception())
-            else:
-                ending = self._ended.result()
+                self._end(Ending.of(serving.exception()))
+            ending = self._ended.result()
             serving.cancel()
-            with contextlib.suppress(asyncio.CancelledError, UserError, LoaderFault):
-                await serving
-            await self._shut_down(ending)
+            await asyncio.gather(serving, return_exceptions=True)
+            try:
+                await self._say_goodbye(ending)
+            except Exception as error:  # whatever it is, no worker may be left behind
+                fault = Ending.of(error)
+                ending = ending if ending.exit_code else fault
+            if self._supervisor is not None:
+                await self._supervisor.stop()
         return ending
 
     # ---------------------------------------------------------------- start
@@ -401,7 +405,7 @@ class Engine:
         self._end(Ending(exit_code, sentence))
 
     def _on_own_fault(self) -> None:
-        self._end(Ending(EXIT_FAULT, "The orchestrator met a fault of its own; see above."))
+        self._end(Ending.own_fault())
 
     def _on_loop_fault(self, loop: object, context: dict[str, Any]) -> None:
         if "transport" in context and isinstance(context.get("exception"), OSError):
@@ -414,7 +418,8 @@ class Engine:
         if not self._ended.done():
             self._ended.set_result(ending)
 
-    async def _shut_down(self, ending: Ending) -> None:
+    async def _say_goodbye(self, ending: Ending) -> None:
+        """Clients get their last message, workers are asked to leave."""
         sentence = ending.sentence or "The orchestrator was told to stop."
         if self._core is not None:
             self._clients.abandon(sentence)
@@ -427,5 +432,3 @@ class Engine:
         self._hub.say_goodbye("the orchestrator stops")
         await asyncio.sleep(0.05)  # let the last messages leave
         self.fold.close()
-        if self._supervisor is not None:
-            await self._supervisor.stop()

@@ -14,7 +14,6 @@ Files come from strangers: nothing in them is unpickled, and sizes and ids are c
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -94,12 +93,16 @@ def read_trace(path: Path) -> RoutingTrace:
                 for name in ("ids", "num_experts", "phase", "model", "expert_bytes")
                 if name in archive.files
             }
+        return _checked(path, arrays)
+    except UserError:
+        raise
     except FileNotFoundError:
         raise UserError(f"There is no trace {path}.") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, MemoryError, KeyError) as error:
+    except Exception as error:  # of a damaged file numpy, zipfile and zlib raise all kinds
         reason = str(error).split("\n")[0] or type(error).__name__
-        raise UserError(f"{path} is not a readable .npz trace: {reason}.") from None
-    return _checked(path, arrays)
+        raise UserError(
+            f"{path} is not a readable .npz trace: {reason.rstrip('.')}; record it again."
+        ) from None
 
 
 def _checked(path: Path, arrays: dict[str, Any]) -> RoutingTrace:
@@ -134,10 +137,17 @@ def _checked(path: Path, arrays: dict[str, Any]) -> RoutingTrace:
     sizes = arrays.get("expert_bytes")
     expert_bytes = None
     if sizes is not None:
-        if not sizes.size or not np.issubdtype(sizes.dtype, np.number) or not (sizes > 0).all():
+        is_number = np.issubdtype(sizes.dtype, np.integer) or np.issubdtype(
+            sizes.dtype, np.floating
+        )
+        if not sizes.size or not is_number or not ((sizes > 0) & np.isfinite(sizes)).all():
             raise UserError(f"{path}: 'expert_bytes' must be positive numbers.")
         expert_bytes = int(sizes.mean())
-    model = str(arrays["model"].reshape(-1)[0]) if "model" in arrays else "unnamed"
+    model = "unnamed"
+    if "model" in arrays:
+        if arrays["model"].size != 1 or not str(arrays["model"].item()).isprintable():
+            raise UserError(f"{path}: 'model' must be one name.")
+        model = str(arrays["model"].item())
     return RoutingTrace(ids.astype(np.int16, copy=False), count, model, expert_bytes)
 
 

@@ -63,6 +63,10 @@ def test_parts(tmp_path: Path) -> None:
         ({"phase": np.ones(2, np.uint8)}, "one entry per step"),
         ({"phase": np.zeros(3, np.uint8)}, "no decode step"),
         ({"expert_bytes": np.array([0, 5])}, "must be positive"),
+        ({"expert_bytes": np.array([5.0, np.inf])}, "must be positive"),
+        ({"expert_bytes": np.array([5j])}, "must be positive"),
+        ({"model": np.array([], str)}, "'model' must be one name"),
+        ({"model": np.array("a\nb")}, "'model' must be one name"),
         ({"ids": np.array([[[{}]]], object)}, "is not a readable .npz trace"),
     ],
 )
@@ -83,6 +87,40 @@ def test_a_file_that_is_no_archive_is_one_sentence(tmp_path: Path, content: byte
     with pytest.raises(UserError, match=r"bad\.npz") as caught:
         read_trace(path)
     assert "pickle" not in str(caught.value)
+
+
+def test_damage_anywhere_is_one_sentence_or_none(tmp_path: Path) -> None:
+    """Every byte flipped in turn: a file that can still be read is, every other is told. Which
+    errors come out of numpy, zipfile and zlib then is nobody's promise."""
+    whole = tmp_path / "whole.npz"
+    content = {name: np.asarray(value) for name, value in arrays().items()}
+    np.savez_compressed(whole, **content)  # type: ignore[arg-type]
+    data = whole.read_bytes()
+    path = tmp_path / "flipped.npz"
+    sentences = []
+    for place in range(len(data)):
+        for flip in (0x01, 0x80, 0xFF):
+            damaged = bytearray(data)
+            damaged[place] ^= flip
+            path.write_bytes(damaged)
+            try:
+                read_trace(path)
+            except UserError as error:
+                sentences.append(str(error))
+    assert len(sentences) > len(data)
+    assert not any("\n" in sentence for sentence in sentences)
+    assert all(str(path) in sentence for sentence in sentences)
+
+
+def test_a_member_packed_by_a_method_that_nobody_knows_is_one_sentence(tmp_path: Path) -> None:
+    path = written(tmp_path, **arrays())
+    data = bytearray(path.read_bytes())
+    for signature, place in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        at = data.index(signature) + place
+        data[at : at + 2] = (98).to_bytes(2, "little")
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="is not a readable"):
+        read_trace(path)
 
 
 def test_absent_folders_and_single_arrays_are_refused(tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ def main(arguments: list[str]) -> int:
         dense_dtype = getattr(options, "dense_dtype", "auto")
         plan = Plan(checkpoint, options.dtype, options.expert_dtype, dense_dtype)
         gc.enable()
+        if options.command == "load":
+            report(Progress(0, plan.total_bytes, f"loading {checkpoint.name}", plan.layout))
         report(
             plan.inspection()
             if options.command == "inspect"

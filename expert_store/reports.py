@@ -17,6 +17,8 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="type"):
     done_bytes: int
     total_bytes: int
     text: str
+    layout: StoreLayout | None = None
+    """Said once, as soon as the config has told what the store will be and before it is read."""
 
 
 class Failure(msgspec.Struct, frozen=True, tag="error", tag_field="type"):

@@ -29,6 +29,12 @@ class Ending(msgspec.Struct, frozen=True):
         log.error("fault: %s", error, exc_info=error)
         return cls.own_fault()
 
+    def and_lost(self, sentence: str) -> Ending:
+        """With what could not be kept; "" where nothing was lost."""
+        if not sentence:
+            return self
+        return Ending(self.exit_code or EXIT_FAULT, f"{self.sentence} {sentence}".strip())
+
     @classmethod
     def own_fault(cls) -> Ending:
         """Of a fault that was logged."""

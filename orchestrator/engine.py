@@ -52,6 +52,7 @@ from orchestrator.mailroom import Mailroom
 from orchestrator.native_reuse import load_kernel
 from orchestrator.news import News
 from orchestrator.opening import Opening, wants_opening
+from orchestrator.replayed_routing import ReplayedRouting
 from orchestrator.requests import RequestBook
 from orchestrator.set_up import (
     check_settings,
@@ -84,6 +85,7 @@ from protocol.run_dir import LockedRunDir
 
 if TYPE_CHECKING:
     from expert_store.layout import StoreLayout
+    from expert_store.reports import Progress
     from orchestrator.grammars import Matcher
 
 log = logging.getLogger("headrace")
@@ -165,6 +167,8 @@ class Engine:
                 ending = ending if ending.exit_code else fault
             if self._supervisor is not None:
                 await self._supervisor.stop()
+            if self._recorder is not None:
+                ending = ending.and_lost(self._recorder.close())
         return ending
 
     # ---------------------------------------------------------------- start
@@ -172,6 +176,8 @@ class Engine:
     async def _serve(self, run_dir: LockedRunDir, stack: contextlib.ExitStack) -> None:
         settings = self.settings
         check_settings(settings)
+        path = settings.replay_routing
+        replayed = None if path is None else ReplayedRouting(path)
         self._text_model = TextModel.load(settings.model_dir, settings.max_context)
         settings = self.settings = msgspec.structs.replace(
             settings, max_rows=self._text_model.rows_per_step(settings.max_rows)
@@ -185,12 +191,18 @@ class Engine:
         if settings.latency_log is not None:
             self._log_file = LogFile(settings.latency_log)
             stack.callback(self._log_file.close)
+        if settings.record_routing is not None:
+            self._recorder = TraceRecorder(settings.record_routing)
+            stack.callback(self._recorder.discard)
         weights_fd, reserved_fd = make_weight_segments(settings, stack)
         with LoadProgress(settings.model_dir.resolve().name) as progress:
 
-            def on_progress(done_bytes: int, total_bytes: int, text: str) -> None:
+            def on_progress(report: Progress) -> None:
+                done_bytes, total_bytes = report.done_bytes, report.total_bytes
                 self._status_text = f"loading: {done_bytes / 1e9:.2f} of {total_bytes / 1e9:.2f} GB"
-                progress.update(done_bytes, total_bytes, text)
+                progress.update(done_bytes, total_bytes, report.text)
+                if report.layout is not None and replayed is not None:
+                    replayed.check(report.layout)
                 if settings.is_supervising and self._supervisor is None:
                     # The files are whole. A worker's imports take seconds: it makes them
                     # meanwhile, and its life line waits for the segments.
@@ -209,7 +221,7 @@ class Engine:
                 settings.dtype,
                 settings.expert_dtype,
                 weights_fd,
-                lambda report: on_progress(report.done_bytes, report.total_bytes, report.text),
+                on_progress,
                 settings.numa_nodes,
                 reserved_fd,
             )
@@ -220,10 +232,12 @@ class Engine:
         self._layout = layout = loaded.layout
         self._num_slots = count_slots(settings.slots, layout.total_experts)
         self._make_core(loaded.numa_nodes)
-        if settings.record_routing is not None:
-            self._recorder = TraceRecorder(settings.record_routing, layout)
-            stack.callback(self._recorder.close)
-        segments, fds = make_segments(settings, layout, self._num_slots, weights_fd, stack)
+        if self._recorder is not None:
+            self._recorder.begin(layout)
+        segments, fds = make_segments(
+            settings, layout, self._num_slots, weights_fd, stack, replayed
+        )
+        replayed = None  # the segment has it
         self._plane = DataPlane(
             segments, fds, layout.block_bytes, self._loop.call_later, self._deliver
         )

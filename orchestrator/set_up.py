@@ -38,12 +38,9 @@ from protocol.step_segment import ARENA, WEIGHTS, activation_grant
 
 if TYPE_CHECKING:
     import contextlib
-    from pathlib import Path
-
-    import numpy as np
-    import numpy.typing as npt
 
     from expert_store.layout import StoreLayout
+    from orchestrator.replayed_routing import ReplayedRouting
 
 #: Beside slots and activations; what the processes themselves need is checked at loading.
 _SPARE_BYTES = 64 * 1024 * 1024
@@ -171,12 +168,15 @@ def make_segments(
     num_slots: int,
     weights_fd: int,
     stack: contextlib.ExitStack,
+    replayed: ReplayedRouting | None = None,
 ) -> tuple[list[SegmentGrant], list[int]]:
     """All shared segments and their descriptors: weights, activations, residency, completions with
-    the eventfd beside them and, on the CPU, the slots. New descriptors are closed by `stack`.
+    the eventfd beside them, routing that is `replayed` and, on the CPU, the slots. New descriptors
+    are closed by `stack`.
 
     Raises:
-        UserError: there is not enough memory for them; the sentence has the numbers.
+        UserError: there is not enough memory for them; the sentence has the numbers. Or what is
+            replayed is of a model of another shape.
     """
     made = [
         activation_grant(settings.max_rows, layout.top_k, layout.form.hidden_size, layout.dtype),
@@ -187,10 +187,10 @@ def make_segments(
         ),
         completions_grant(max(layout.num_experts)),
     ]
-    replay = None
-    if settings.replay_routing is not None:
-        replay = _replayed_ids(settings.replay_routing, layout)
-        made.append(routing_grant(*replay.shape))
+    ids = None
+    if replayed is not None:
+        ids = replayed.ids(layout)
+        made.append(routing_grant(*ids.shape))
     if settings.device == "cpu":
         made.append(SegmentGrant(ARENA, num_slots * layout.block_bytes))
     needed_bytes = sum(segment.num_bytes for segment in made) + _SPARE_BYTES
@@ -207,8 +207,8 @@ def make_segments(
         stack.callback(os.close, fd)
         os.ftruncate(fd, segment.num_bytes)
         fds.append(fd)
-        if segment.name == ROUTING and replay is not None:
-            os.pwrite(fd, replay.tobytes(), segment.fields["ids"].offset_bytes)
+        if segment.name == ROUTING and ids is not None:
+            os.pwrite(fd, ids.tobytes(), segment.fields["ids"].offset_bytes)
     granted = [SegmentGrant(WEIGHTS, layout.total_bytes), *made]
     # Words have no room for more; then there is none to wait for, and messages say it all.
     if layout.num_layers <= MAX_LAYERS and num_slots <= MAX_SLOTS:
@@ -231,27 +231,3 @@ def log_header(layout: StoreLayout, num_slots: int) -> LogHeader:
         num_slots,
         layout.total_experts,
     )
-
-
-def _replayed_ids(path: Path, layout: StoreLayout) -> npt.NDArray[np.int16]:
-    """The part of a trace that this model can follow, int16 [steps, layers, top_k].
-
-    Raises:
-        UserError: it is no trace, or of a model of another shape.
-    """
-    from orchestrator.simulate.trace import read_trace
-
-    trace = read_trace(path)
-    fits = (
-        trace.num_layers >= layout.num_layers
-        and trace.num_experts <= min(layout.num_experts)
-        and trace.top_k == layout.top_k
-    )
-    if not fits:
-        raise UserError(
-            f"{path} records {trace.num_layers} layers of {trace.num_experts} experts, top-"
-            f"{trace.top_k}, and the model has {layout.num_layers} of {max(layout.num_experts)}, "
-            f"top-{layout.top_k}: to replay it a model needs the same top-k, no more layers and no "
-            "fewer experts; benchmarks/random_checkpoint.py makes one of any shape."
-        )
-    return trace.ids[:, : layout.num_layers].copy()

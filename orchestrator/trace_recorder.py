@@ -3,19 +3,28 @@
 Only layer-steps of one row say who was chosen together: a decode step of one sequence. Steps of
 several rows (a prompt, several sequences at once) are counted and left out. What a step has chosen
 counts once the step is over, so one that a worker's death cut short leaves nothing.
+
+The file is made at the start, beside the one it is to be, and takes its name when it is whole: a
+name that cannot be written is told before a run is spent on it, and a trace that lies there already
+is lost to nothing but a whole new one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
+import os
+import secrets
+import stat
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.core.events import Passed, Submit
+from protocol.errors import UserError
 from protocol.messages import Routed, StartStep, StepDone
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from expert_store.layout import StoreLayout
     from orchestrator.core.events import CoreCommand, CoreEvent
 
@@ -26,11 +35,24 @@ MAX_STEPS = 1_000_000
 
 
 class TraceRecorder:
-    """Hears the same events and commands as the latency log; `close` writes the file."""
+    """Hears the same events and commands as the latency log from `begin` on; `close` writes the
+    file."""
 
-    def __init__(self, path: Path, layout: StoreLayout) -> None:
+    def __init__(self, path: Path) -> None:
+        """Raises UserError when the file cannot be made."""
         self._path = path
-        self._layout = layout
+        try:
+            self._target = Path(os.path.realpath(path))  # a link stays a link
+            _check_replaceable(self._target)
+            self._fresh = self._target.with_name(f"{self._target.name}.{secrets.token_hex(4)}.tmp")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._file = os.fdopen(os.open(self._fresh, flags, 0o644), "wb")
+        except OSError as error:
+            raise UserError(
+                f"The routing trace {path} cannot be written: {error.strerror}; name another file."
+            ) from None
+        #: None until the model is loaded.
+        self._layout: StoreLayout | None = None
         self._steps: list[list[list[int]]] = []
         #: Of the step under way, by layer.
         self._chosen: dict[int, list[int]] = {}
@@ -38,6 +60,10 @@ class TraceRecorder:
         self._starts: list[int] = []
         self._is_new_request = True
         self.num_left_out = 0
+
+    def begin(self, layout: StoreLayout) -> None:
+        """The model is loaded and has this layout."""
+        self._layout = layout
 
     def hear(self, event: CoreEvent, commands: list[CoreCommand]) -> None:
         """An event, and what the core made of it."""
@@ -59,6 +85,7 @@ class TraceRecorder:
 
     def _end_step(self) -> None:
         layout = self._layout
+        assert layout is not None  # no step comes before
         rows = [self._chosen.get(layer, []) for layer in range(layout.num_layers)]
         is_whole = all(len(experts) == layout.top_k for experts in rows)
         if not is_whole or len(self._steps) >= MAX_STEPS:
@@ -69,32 +96,63 @@ class TraceRecorder:
             self._is_new_request = False
         self._steps.append(rows)
 
-    def close(self) -> None:
-        """Write what was recorded; a file that cannot be written is said, not raised."""
-        import numpy as np
-
+    def close(self) -> str:
+        """Write what was recorded. Returns "", or one sentence when that failed."""
+        layout = self._layout
+        if layout is None:
+            return ""
         if not self._steps:
             log.warning("no routing was recorded: no decode step of one sequence was seen")
-            return
-        layout = self._layout
+            return ""
         try:
-            with self._path.open("wb") as file:
-                np.savez_compressed(
-                    file,
-                    ids=np.array(self._steps, np.int16),
-                    num_experts=np.array(max(layout.num_experts), np.int64),
-                    model=np.array(layout.model_name),
-                    request_starts=np.array(self._starts, np.int32),
-                    phase=np.ones(len(self._steps), np.uint8),
-                    layer_ids=np.arange(layout.num_layers, dtype=np.int32),
-                    expert_bytes=np.full(layout.num_layers, layout.expert_bytes, np.int64),
-                )
+            with self._file:
+                self._write(layout)
+                self._file.flush()
+                os.fsync(self._file.fileno())  # some file systems say only here that they are full
+            self._fresh.replace(self._target)
         except OSError as error:
-            log.error("the routing trace %s cannot be written: %s", self._path, error.strerror)
-            return
+            return (
+                f"The routing trace {self._path} cannot be written: {error.strerror}; its "
+                f"{len(self._steps)} decode steps are lost: record them again into another file."
+            )
+        finally:
+            self.discard()
         log.info(
             "%d decode steps recorded in %s; %d steps of several rows left out",
             len(self._steps),
             self._path,
             self.num_left_out,
         )
+        return ""
+
+    def _write(self, layout: StoreLayout) -> None:
+        import numpy as np
+
+        np.savez_compressed(
+            self._file,
+            ids=np.array(self._steps, np.int16),
+            num_experts=np.array(max(layout.num_experts), np.int64),
+            model=np.array(layout.model_name),
+            request_starts=np.array(self._starts, np.int32),
+            phase=np.ones(len(self._steps), np.uint8),
+            layer_ids=np.arange(layout.num_layers, dtype=np.int32),
+            expert_bytes=np.full(layout.num_layers, layout.expert_bytes, np.int64),
+        )
+
+    def discard(self) -> None:
+        """Leave nothing behind but a trace that is whole."""
+        for end in (self._file.close, self._fresh.unlink):
+            with contextlib.suppress(OSError):  # it was told already, or there is nothing
+                end()
+
+
+def _check_replaceable(target: Path) -> None:
+    """Raises OSError unless there is nothing, or an ordinary file that may be written."""
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):  # a device, say, would be gone for good
+        raise OSError(errno.EINVAL, "it is there and no ordinary file")
+    if not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

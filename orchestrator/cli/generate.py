@@ -165,8 +165,8 @@ def _on_own(
     except OrchestratorGone:
         finished = None
     if finished is not None and finished.reason != "error":
-        pipeline.end()
-        return EXIT_OK
+        # The text is whole; what was to be kept beside it may not be, and stderr says so then.
+        return max(pipeline.end(), EXIT_OK)
     # The orchestrator is ending by itself and has told on stderr what is wrong.
     code = pipeline.wait(_LAST_WORDS_S)
     if code is not None and code > 0:

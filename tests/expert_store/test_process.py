@@ -183,6 +183,8 @@ def test_a_load_stays_within_its_memory(tmp_path: Path, segment: int) -> None:
     assert all(isinstance(report, Progress) for report in progress)
     done = [report.done_bytes for report in progress if isinstance(report, Progress)]
     assert done == sorted(done)
+    told = [report for report in progress if isinstance(report, Progress) and report.layout]
+    assert [(report.layout, report.done_bytes) for report in told] == [(loaded.layout, 0)]
     with StoreView(segment) as view:
         layout = view.layout
     assert layout == loaded.layout

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from orchestrator.ending import Ending
 from orchestrator.engine import Engine
 from orchestrator.loading import LoaderFault
 from orchestrator.settings import PipelineSettings
+from orchestrator.trace_recorder import TraceRecorder
 from protocol.errors import EXIT_FAULT, EXIT_USER_ERROR, UserError
 from tests.process.pipelines import is_over
 
@@ -102,3 +105,20 @@ def test_a_fault_while_it_takes_leave_ends_the_workers_too(
     assert all(is_over(pid) for pid in worker_pids())
     assert ending.sentence == "Mend the file."  # why it ends is worth more than how
     assert "the server does not stop" in caplog.text
+
+
+def test_a_recording_that_cannot_be_kept_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def load_store(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # an orderly end
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(engine_module, "load_store", load_store)
+    monkeypatch.setattr(TraceRecorder, "close", lambda recorder: "The trace is lost.")
+    path = tmp_path / "trace.npz"
+    settings = PipelineSettings(model_dir=DEMO, run_dir=tmp_path / "run", record_routing=path)
+    ending = asyncio.run(asyncio.wait_for(Engine(settings).run(), 60))
+    assert ending == Ending(EXIT_FAULT, "The trace is lost.")
+    assert Ending(EXIT_USER_ERROR, "Do so.").and_lost("It is lost.").exit_code == EXIT_USER_ERROR
+    assert os.listdir(tmp_path) == []

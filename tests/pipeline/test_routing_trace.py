@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from orchestrator.simulate.trace import read_trace, synthetic_trace
 from tests.checkpoints import make_checkpoint
@@ -60,6 +61,10 @@ def test_a_trace_of_another_shape_is_refused_with_a_sentence(
     model = make_checkpoint("qwen3_moe", tmp_path / "model", dtype="float32")
     trace = synthetic_trace(5, 2, 64, 5)
     np.savez(tmp_path / "other.npz", ids=trace.ids, num_experts=64)
+    weights = load_file(model / "model.safetensors")
+    spoilt = next(name for name in weights if ".experts." in name)
+    weights[spoilt] = np.full_like(weights[spoilt], np.nan)  # to load it would be told otherwise
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
     done = processes.call(
         "generate", "--model", model, "--prompt", "x", "--replay-routing", tmp_path / "other.npz"
     )

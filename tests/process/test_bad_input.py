@@ -140,6 +140,13 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str, float]] = {
     "too many slots": (nothing, ["--slots", "25"], "more than the 24 experts", IMPORTING_S),
     "unknown policy": (nothing, ["--policy", "magic"], "magic", QUICK_S),
     "log in no directory": (nothing, ["--latency-log", "/no/where"], "/no/where", QUICK_S),
+    "recording in no directory": (
+        nothing,
+        ["--record-routing", "/no/where"],
+        "/no/where cannot be written",
+        QUICK_S,
+    ),
+    "no trace to replay": (nothing, ["--replay-routing", "/no/where"], "/no/where", QUICK_S),
 }
 
 

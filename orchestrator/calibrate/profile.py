@@ -7,10 +7,12 @@ version of this form is not used, and one line says so.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import logging
 import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -192,8 +194,22 @@ def cache_dir(environment: Mapping[str, str]) -> Path:
     return root / "headrace" / "calibration"
 
 
+def prepare_folder(folder: Path) -> None:
+    """Make it, and write to it once: who is about to measure for minutes wants to know first.
+
+    Raises:
+        UserError: the folder cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
 def save_profile(profile: CalibrationProfile, folder: Path) -> Path:
-    """Write it in place of an older one of the same key.
+    """Write it in place of an older one of the same key, which stays where that fails.
 
     Raises:
         UserError: the folder cannot be written to.
@@ -205,10 +221,17 @@ def save_profile(profile: CalibrationProfile, folder: Path) -> Path:
         fresh.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2))
         fresh.replace(path)
     except OSError as error:
-        raise UserError(
-            f"The profile cannot be written to {folder}: {error.strerror}; set XDG_CACHE_HOME."
-        ) from None
+        with contextlib.suppress(OSError):  # there may be none
+            fresh.unlink()
+        raise _unwritable(folder, error) from None
     return path
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"The profile cannot be written to {folder}: {error.strerror}; free space there, or set "
+        "XDG_CACHE_HOME to another folder."
+    )
 
 
 def find_profile(key: ProfileKey, folder: Path) -> CalibrationProfile | None:
@@ -216,7 +239,7 @@ def find_profile(key: ProfileKey, folder: Path) -> CalibrationProfile | None:
     profile = _read(folder / key.file_name)
     if profile is not None and profile.key == key:
         return profile
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+    for path in _profiles_in(folder):
         other = _read(path)
         if other is None:
             log.warning("the calibration %s is damaged or of another version; ignored", path)
@@ -228,6 +251,22 @@ def find_profile(key: ProfileKey, folder: Path) -> CalibrationProfile | None:
             )
             return None
     return None
+
+
+def _profiles_in(folder: Path) -> list[Path]:
+    """All there are; none, and one line, where the folder cannot be looked into."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        log.warning(
+            "calibrations in %s cannot be read: %s; going on without, see XDG_CACHE_HOME",
+            folder,
+            error.strerror,
+        )
+        return []
+    return [folder / name for name in sorted(names) if name.endswith(".json")]
 
 
 def _read(path: Path) -> CalibrationProfile | None:

@@ -88,21 +88,26 @@ def run(options: argparse.Namespace) -> int:
     """Returns the exit code; raises UserError."""
     import msgspec
 
-    from orchestrator.calibrate.profile import cache_dir, save_profile
+    from orchestrator.calibrate.profile import cache_dir, prepare_folder, save_profile
     from orchestrator.cli.plotting import need_matplotlib
 
     if options.plot is not None:
         need_matplotlib(options.plot)
+    folder = cache_dir(os.environ)
+    prepare_folder(folder)
     profile = asyncio.run(_measure(options))
-    path = save_profile(profile, cache_dir(os.environ))
+    # Told before it is kept: minutes of measuring are not lost to a disk that is full by now.
+    if options.json:
+        sys.stdout.write(msgspec.json.encode(profile).decode() + "\n")
+    else:
+        _show(profile)
+    path = save_profile(profile, folder)
+    if not options.json:
+        print(f"kept in {path}")
     if options.plot is not None:
         from orchestrator.calibrate.picture import draw
 
         draw(profile, options.plot)
-    if options.json:
-        sys.stdout.write(msgspec.json.encode(profile).decode() + "\n")
-    else:
-        _show(profile, path)
     return 0
 
 
@@ -202,7 +207,7 @@ class _Progress:
         self._bar.stop()
 
 
-def _show(profile: CalibrationProfile, path: Path) -> None:
+def _show(profile: CalibrationProfile) -> None:
     from rich.table import Table
 
     from orchestrator.cli.terminal import console_for
@@ -249,4 +254,3 @@ def _show(profile: CalibrationProfile, path: Path) -> None:
         )
     else:
         console.print(f"the CPU's rate is flat from {profile.flat_from_bytes / 1e6:.0f} MB on")
-    console.print(f"kept in {path}")

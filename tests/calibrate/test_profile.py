@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import logging
-from typing import TYPE_CHECKING
+import os
+import resource
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,6 +21,7 @@ from orchestrator.calibrate.profile import (
     cache_dir,
     find_profile,
     key_of,
+    prepare_folder,
     profile_of,
     save_profile,
 )
@@ -25,9 +29,6 @@ from orchestrator.set_up import calibrated_costs, core_config, worker_setup
 from orchestrator.settings import PipelineSettings
 from protocol.errors import UserError
 from tests.protocol.fake_orchestrator import small_layout
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KEY = ProfileKey("a machine", "build 1", "bfloat16", "memory to memory")
 MEASURED = Measured(
@@ -108,6 +109,52 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="XDG_CACHE_HOME"):
         save_profile(profile(), tmp_path / "file" / "folder")
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_measuring(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    prepare_folder(folder)
+    assert os.listdir(folder) == []
+    with pytest.raises(UserError, match="XDG_CACHE_HOME"):
+        prepare_folder(Path("/proc/headrace"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="XDG_CACHE_HOME"):
+        prepare_folder(tmp_path / "file" / "folder")
+
+
+def test_a_full_disk_costs_no_older_profile_and_leaves_nothing(tmp_path: Path) -> None:
+    path = save_profile(profile(), tmp_path)
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(UserError, match="free space"):
+            save_profile(profile(), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_folder_that_cannot_be_read_is_one_line_and_no_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert find_profile(KEY, tmp_path / ("x" * 300)) is None  # the system refuses it to root too
+    assert "File name too long; going on without" in caplog.text
+    assert len(caplog.records) == 1
+    caplog.clear()
+
+    def refuse(path: object, *more: object, **named: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    # As on a folder of another user, whose entries cannot even be asked for.
+    for name in ("stat", "listdir", "scandir"):
+        monkeypatch.setattr(os, name, refuse)
+    found = find_profile(KEY, tmp_path / "calibration")
+    monkeypatch.undo()
+    assert found is None
+    assert "Permission denied; going on without" in caplog.text
+    assert len(caplog.records) == 1
 
 
 def test_where_profiles_lie() -> None:

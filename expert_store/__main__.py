@@ -22,7 +22,7 @@ import sys
 import threading
 from pathlib import Path
 
-from expert_store.checkpoint import open_checkpoint
+from expert_store.checkpoint import open_checkpoint, refuse_dense
 from expert_store.expert_dtype import parse_expert_dtype
 from expert_store.packed import gather_packed
 from expert_store.reports import Failure, Progress, Report, encode_report
@@ -57,6 +57,7 @@ def main(arguments: list[str]) -> int:
     try:
         parse_expert_dtype(options.expert_dtype)
         checkpoint = gather_packed(open_checkpoint(options.model))
+        refuse_dense(checkpoint)
         if options.command == "load":  # the files are whole: who waits for the store may get ready
             report(Progress(0, checkpoint.data_bytes, f"loading {checkpoint.name}"))
         # Imported here: they bring torch and transformers, seconds that a bad file need not cost.

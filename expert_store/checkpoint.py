@@ -102,6 +102,36 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     return Checkpoint(directory, config, tensors, file_bytes, digest.hexdigest()[:32])
 
 
+def refuse_dense(checkpoint: Checkpoint) -> None:
+    """Tell a model that is plainly dense before anything is imported or started for it. Whatever
+    speaks of experts, in its config or by a tensor's name, is left for `families` to judge.
+
+    Raises:
+        CheckpointError: neither does.
+    """
+    config = checkpoint.config
+    if _speaks_of_experts(config) or any(map(_names_experts, checkpoint.tensors)):
+        return
+    raise CheckpointError(
+        f"{checkpoint.directory}: {config['model_type']} is a dense model without routed experts;"
+        " give the directory of a Mixture-of-Experts model"
+    )
+
+
+def _names_experts(name: str) -> bool:
+    return "expert" in name.lower() or "moe" in name.lower()
+
+
+def _speaks_of_experts(value: object) -> bool:
+    """Whether a part of a config has a setting about experts that says more than none."""
+    if isinstance(value, dict):
+        return _names_experts(str(value.get("model_type", ""))) or any(
+            (bool(part) and _names_experts(name)) or _speaks_of_experts(part)
+            for name, part in value.items()
+        )
+    return isinstance(value, list) and any(map(_speaks_of_experts, value))
+
+
 def read_config(directory: Path) -> tuple[dict[str, Any], bytes]:
     """config.json as an object, and its bytes. Raises CheckpointError."""
     if not directory.exists():

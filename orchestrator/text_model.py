@@ -72,8 +72,8 @@ class TextModel:
         """
         if not model_dir.is_dir():
             raise UserError(
-                f"There is no directory {model_dir}; --model names a Hugging Face checkpoint "
-                "directory."
+                f"There is no directory {model_dir}; name the Hugging Face checkpoint directory of "
+                "a Mixture-of-Experts model."
             )
         config = read_json(model_dir / "config.json")
         generation = model_dir / "generation_config.json"

@@ -159,6 +159,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         raise UserError(
             "No model is named; say `headrace serve DIR` with a Hugging Face checkpoint directory."
         )
+    _check_model(options)
     from orchestrator.calibrate.profile import cache_dir
     from orchestrator.http.server import HttpFront, listen
     from orchestrator.process import run_orchestrator
@@ -187,6 +188,16 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             server.host,
         )
     return run_orchestrator(pipeline, HttpFront(server, listener, config))
+
+
+def _check_model(options: argparse.Namespace) -> None:
+    """What files and headers tell of a model that cannot be served is told before anybody is let
+    in to wait for it. Raises UserError."""
+    from expert_store.checkpoint import open_checkpoint, refuse_dense
+    from orchestrator.text_model import TextModel
+
+    TextModel.load(options.model, options.max_context)
+    refuse_dense(open_checkpoint(options.model))
 
 
 def _server_settings(options: argparse.Namespace) -> ServerSettings:

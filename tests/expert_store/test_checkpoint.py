@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from expert_store.checkpoint import CheckpointError, open_checkpoint
+from expert_store.checkpoint import CheckpointError, open_checkpoint, refuse_dense
 from protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -222,3 +222,30 @@ def test_index_may_not_leave_the_directory(sharded: Path, name: object) -> None:
 def test_index_without_a_map(sharded: Path) -> None:
     (sharded / "model.safetensors.index.json").write_text("{}")
     assert "no weight_map" in refusal(sharded)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensor", "is_dense"),
+    [
+        ({"model_type": "qwen3", "num_experts": 0}, "model.layers.0.mlp.down_proj.weight", True),
+        ({"model_type": "x", "text_config": {"a": [1]}}, "model.layers.0.mlp.up_proj", True),
+        ({"model_type": "qwen3_moe"}, "a", False),
+        ({"model_type": "mixtral"}, "layers.0.block_sparse_moe.w1", False),
+        ({"model_type": "dbrx"}, "transformer.blocks.0.ffn.experts.mlp.w1", False),
+        ({"model_type": "x", "ffn_config": {"moe_num_experts": 4}}, "a", False),
+        ({"model_type": "x", "text_config": {"model_type": "y_moe"}}, "a", False),
+        ({"model_type": "x", "blocks": [{"num_local_experts": 8}]}, "a", False),
+    ],
+)
+def test_only_what_is_plainly_dense_is_refused(
+    config: dict[str, Any], tensor: str, is_dense: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_shard(tmp_path / "model.safetensors", {tensor: [2, 3]})
+    checkpoint = open_checkpoint(tmp_path)
+    if is_dense:
+        with pytest.raises(CheckpointError, match="is a dense model") as caught:
+            refuse_dense(checkpoint)
+        assert str(tmp_path) in str(caught.value)
+    else:
+        refuse_dense(checkpoint)

@@ -52,12 +52,21 @@ def test_inspect_tells_all_on_one_line(checkpoint_of: Callable[..., Path]) -> No
     assert told.layout.num_experts == (8, 8, 8)
 
 
-def test_bad_files_are_told_before_torch_is_imported(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 999) + b"{}")
+@pytest.mark.parametrize(
+    ("model_type", "shard", "says"),
+    [
+        ("qwen3_moe", struct.pack("<Q", 999) + b"{}", "model.safetensors"),
+        ("qwen3", struct.pack("<Q", 2) + b"{}", "dense"),
+    ],
+)
+def test_bad_files_are_told_before_torch_is_imported(
+    model_type: str, shard: bytes, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / "model.safetensors").write_bytes(shard)
     code = (
         "import sys; from expert_store.__main__ import main;"
-        f"code = main(['inspect', '--model', {str(tmp_path)!r}]);"
+        f"code = main(['load', '--fd', '0', '--model', {str(tmp_path)!r}]);"
         "sys.exit(code if 'torch' not in sys.modules else 99)"
     )
     done = subprocess.run(
@@ -68,9 +77,9 @@ def test_bad_files_are_told_before_torch_is_imported(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2
-    report = decode_report(done.stdout)
+    report = decode_report(done.stdout)  # nor does a first progress make anybody start workers
     assert isinstance(report, Failure)
-    assert "model.safetensors" in report.message
+    assert says in report.message
     assert done.stderr == b""
 
 

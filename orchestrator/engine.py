@@ -370,6 +370,7 @@ class Engine:
             self._status_text if text is None else text,
             self.num_restarts(),
             self._channel.num_dropped,
+            self._lifelines.waiting,
         )
 
     def num_restarts(self) -> dict[Role, int]:

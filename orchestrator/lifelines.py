@@ -100,6 +100,11 @@ class Lifelines:
         for line in list(self._lines.values()):
             self._grant(line)
 
+    @property
+    def waiting(self) -> list[int] | None:
+        """The processes that wait for the segments; None once these exist."""
+        return None if self._segments is not None else [line.pid for line in self._lines.values()]
+
     def find(self, token: str) -> Line | None:
         """The living line with that token."""
         line = self._lines.get(token)

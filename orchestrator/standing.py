@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocol.messages import Role, Status
@@ -21,8 +22,14 @@ def status_of(
     text: str,
     num_restarts: Mapping[Role, int],
     num_dropped_messages: int,
+    waiting: list[int] | None = None,
 ) -> Status:
-    """The status of a pipeline that is doing `text`."""
+    """The status of a pipeline that is doing `text`. `waiting`: while the model is loaded, the
+    processes that wait for it. Nobody counts as missing then: workers say who they are later."""
+    if waiting is not None:
+        names = ", ".join(map(_process_name, waiting))
+        text = f"{text}; waiting for that: {names}" if names else text
+        return Status(False, text, [], hub.statuses(num_restarts), num_dropped_messages)
     wanted: dict[Role, int] = dict.fromkeys(ROLES, 1)
     if settings.is_supervising:
         wanted["cpu_worker"] = settings.num_cpu_workers
@@ -35,3 +42,13 @@ def status_of(
     if missing and text == "serving":
         text = f"serving without {' and '.join(missing)}"
     return Status(is_ready, text, missing, hub.statuses(num_restarts), num_dropped_messages)
+
+
+def _process_name(pid: int) -> str:
+    """A worker's role where its command line shows it, and the number."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:  # it is gone, or another user's
+        words = []
+    role = next((role for role in ROLES if role.encode() in words), None)
+    return f"process {pid}" if role is None else f"{role} (process {pid})"

@@ -432,7 +432,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """Answer to GetStatus. `missing_roles` names what a person still has to start."""
+    """Answer to GetStatus. `missing_roles`: what is not ready; none while the model loads."""
 
     is_ready: bool
     text: str

@@ -72,8 +72,12 @@ def _print(status: object, run_dir: Path | None) -> None:
             str(worker.num_restarts),
             worker.capabilities.numa_note,
         )
-    console.print(table)
+    if status.workers:
+        console.print(table)
+    starting = {worker.role for worker in status.workers if not worker.is_ready}
     for role in status.missing_roles:
+        if role in starting:
+            continue  # it is in the table, and a second one would be sent away
         where = "" if run_dir is None else f" --run-dir {run_dir}"
         console.print(f"missing: {role}; start `headrace {role.replace('_', '-')}{where}`")
     if status.num_dropped_messages:

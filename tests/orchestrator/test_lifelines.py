@@ -106,8 +106,10 @@ def run(tmp_path: Path, story: Callable[[Scene], asyncio.Future[None] | object])
 def test_waits_for_the_grant_and_sees_a_kill(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         early = scene.peers.start()
-        await until(lambda: len(scene.lifelines._lines) == 1)
+        assert scene.lifelines.waiting == []
+        await until(lambda: scene.lifelines.waiting == [early.pid])
         scene.open()
+        assert scene.lifelines.waiting is None
         token, segments = await said(early)
         assert segments == "['weights']"
         late = scene.peers.start()

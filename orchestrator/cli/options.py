@@ -279,8 +279,8 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-isa",
         choices=MAX_ISAS,
-        help="the most that workers may use of the processor for experts; the bits are the same "
-        "for all but torch (default: best)",
+        help="the most that workers may use of the processor for experts; all give the same bits "
+        "but torch and, for bfloat16 experts, amx (default: best)",
     )
     group.add_argument(
         "--digest-logits",

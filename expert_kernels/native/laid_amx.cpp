@@ -31,7 +31,7 @@ struct TileConfig {
 };
 
 // Tiles: 0, 1 sums of the first and second block of rows, 2 weights, 3 and 4 the rows. Another set of
-// the latter three for every other step was no faster alone, and slower beside a busy neighbour.
+// the latter three for every other step was no faster, and sometimes slower on a busy machine.
 void configure(int num_outputs, const int (&columns)[2]) {
     alignas(64) TileConfig config{};
     config.palette = 1;

@@ -5,31 +5,25 @@
 #include "pool.h"
 
 #include <chrono>
-#include <thread>
 
 namespace {
 
 constexpr int TILE_BITS = 24;
 constexpr uint64_t TILE_MASK = (uint64_t(1) << TILE_BITS) - 1;
 constexpr int PAUSES_PER_LOOK_AT_CLOCK = 64;
-// A helper that sleeps is missed for longer than the operations of a decode step are apart.
-constexpr int64_t YIELDING_NS = 150'000;
-constexpr int PAUSES_PER_YIELD = 8;
 
 uint64_t next_of(uint64_t ticket) { return ticket & TILE_MASK; }
 uint64_t count_of(uint64_t ticket) { return (ticket >> TILE_BITS) & TILE_MASK; }
 
-// True as soon as `condition` holds, false when it has not for that long.
+// True as soon as `condition` holds, false when it has not for spin_ns.
 template <class Condition>
-bool spin(int64_t spin_ns, Condition condition, int num_pauses = PAUSES_PER_LOOK_AT_CLOCK,
-          bool is_yielding = false) {
+bool spin(int64_t spin_ns, Condition condition) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(spin_ns);
     do {
-        for (int i = 0; i < num_pauses; i++) {
+        for (int i = 0; i < PAUSES_PER_LOOK_AT_CLOCK; i++) {
             if (condition()) return true;
             pause_briefly();
         }
-        if (is_yielding) std::this_thread::yield();
     } while (std::chrono::steady_clock::now() < end);
     return false;
 }
@@ -125,7 +119,6 @@ void TilePool::help() {
             continue;
         }
         if (spin(spin_ns_, is_wanted)) continue;
-        if (spin(YIELDING_NS, is_wanted, PAUSES_PER_YIELD, true)) continue;
         std::unique_lock<std::mutex> lock(mutex_);
         num_asleep_.fetch_add(1);
         has_work_.wait(lock, is_wanted);

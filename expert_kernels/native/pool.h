@@ -9,8 +9,8 @@
 // A thread takes its next tile when it begins one, while enough are left for the others: who computes
 // a tile can then ask memory for the next one's first lines before it is through.
 //
-// Waiting is bounded spinning, then, for a while, looking again whenever nobody else wants the core,
-// then sleep.
+// Waiting is bounded spinning, then sleep. Looking on for longer, yielding, takes the core from threads
+// of other workers all the same (docs/performance.md, "Threads").
 #pragma once
 
 #include <atomic>

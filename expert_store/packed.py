@@ -21,24 +21,21 @@ Headers only, neither torch nor numpy: what cannot be read is refused within mil
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import msgspec
 
 from expert_store.checkpoint import Checkpoint, CheckpointError, TensorEntry
 from expert_store.formats import ScaleKind, WeightFormat
+from expert_store.quantisation_config import ADVICE, FLOATS, stated_method, stated_quantisation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 PackedKind = Literal["mxfp4", "fp8", "awq", "gptq", "int4", "int8", "nvfp4"]
 
 PACKED_DTYPE = "PACKED"
-METHODS = ("mxfp4", "fp8", "awq", "gptq", "compressed-tensors", "modelopt")
-_FLOATS = ("F32", "BF16", "F16")
-_ADVICE = "; a float32, bfloat16 or float16 checkpoint with --expert-dtype would work"
+_INDICES = ("I32", "I64")
 
 #: Scales of inputs and of cached keys and values: Headrace quantises weights alone.
 _SCALE_KINDS: dict[str, ScaleKind] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -91,38 +88,13 @@ class PackedTensor(TensorEntry, frozen=True, kw_only=True):
         )
 
 
-def stated_quantisation(directory: Path, config: dict[str, Any]) -> dict[str, Any] | None:
-    """What a checkpoint says about how it is quantised; None for a plain one.
-
-    Raises CheckpointError when it says it in no form that can be read.
-    """
-    for part in (config, config.get("text_config")):
-        stated = part.get("quantization_config") if isinstance(part, dict) else None
-        if stated:
-            if not isinstance(stated, dict):
-                raise CheckpointError(
-                    f"{directory / 'config.json'}: its quantization_config is no object;"
-                    " download the file again"
-                )
-            return stated
-    path = directory / "hf_quant_config.json"  # modelopt's older exports
-    try:
-        stated = json.loads(path.read_text())["quantization"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return {"quant_method": "modelopt", **stated} if isinstance(stated, dict) else None
-
-
 def gather_packed(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with every quantised weight as one PackedTensor; the same one when there is
     none. Raises CheckpointError naming the tensor when a layout is not known."""
     config = stated_quantisation(checkpoint.directory, checkpoint.config)
     if config is None:
         return checkpoint
-    method = str(config.get("quant_method", "unknown")).lower().replace("_", "-")
-    if method not in METHODS:
-        _refuse_method(checkpoint, method)
-    reader = _Reader(checkpoint, method, config)
+    reader = _Reader(checkpoint, stated_method(checkpoint, config), config)
     tensors: dict[str, TensorEntry] = {}
     used: set[str] = set()
     for name in checkpoint.tensors:
@@ -149,7 +121,6 @@ class _Reader:
         self._tensors = checkpoint.tensors
         self._method = method
         self._config = config
-        _check_config(checkpoint, method, config)
 
     def companions(self, name: str) -> set[str]:
         """Tensors beside the codes `name` that are read into no part."""
@@ -187,7 +158,7 @@ class _Reader:
         )
 
     def _awq(self, codes: TensorEntry, stem: str) -> PackedTensor:
-        scales = self._part(f"{stem}.scales", _FLOATS)
+        scales = self._part(f"{stem}.scales", FLOATS)
         zeros = self._part(f"{stem}.qzeros", ("I32",))
         if codes.dtype != "I32" or len(codes.shape) != 2:
             self._refuse(codes, "I32 [inputs, outputs / 8] is expected of AWQ")
@@ -199,7 +170,7 @@ class _Reader:
         return self._made(f"{stem}.weight", (outputs, inputs), "awq", group, parts)
 
     def _gptq(self, codes: TensorEntry, stem: str) -> PackedTensor:
-        scales = self._part(f"{stem}.scales", _FLOATS)
+        scales = self._part(f"{stem}.scales", FLOATS)
         zeros = self._part(f"{stem}.qzeros", ("I32",))
         if codes.dtype != "I32" or len(codes.shape) != 2:
             self._refuse(codes, "I32 [inputs / 8, outputs] is expected of GPTQ")
@@ -208,17 +179,22 @@ class _Reader:
         self._require(scales, (inputs // group, outputs), codes)
         self._require(zeros, (inputs // group, -(-outputs // 8)), codes)
         parts = {"codes": codes, "scales": scales, "zeros": zeros}
-        order = self._tensors.get(f"{stem}.g_idx")
+        order = self._order(f"{stem}.g_idx", inputs, codes)
         if order is not None:
-            self._require(order, (inputs,), codes)
             parts["order"] = order
+        elif self._config.get("desc_act") and group < inputs:
+            raise CheckpointError(
+                f"{self._checkpoint.directory}: lacks tensor {stem}.g_idx, which says in which"
+                " order its inputs lie (config.json says desc_act true); download the checkpoint"
+                " again"
+            )
         shift = 0 if self._config.get("checkpoint_format") == "gptq_v2" else 1
         return self._made(
             f"{stem}.weight", (outputs, inputs), "gptq", group, parts, zero_shift=shift
         )
 
     def _int4(self, codes: TensorEntry, stem: str) -> PackedTensor:
-        scales = self._part(f"{stem}.weight_scale", _FLOATS)
+        scales = self._part(f"{stem}.weight_scale", FLOATS)
         if len(codes.shape) != 2:
             self._refuse(codes, "I32 [outputs, inputs / 8] is expected of pack-quantized weights")
         outputs, inputs = codes.shape[0], 8 * codes.shape[1]
@@ -231,9 +207,8 @@ class _Reader:
                 self._refuse(zeros, "packed zero points (I32) are expected")
             self._require(zeros, (-(-outputs // 8), inputs // group), codes)
             parts["zeros"] = zeros
-        order = self._tensors.get(f"{stem}.weight_g_idx")
+        order = self._order(f"{stem}.weight_g_idx", inputs, codes)
         if order is not None:
-            self._require(order, (inputs,), codes)
             parts["order"] = order
         return self._made(f"{stem}.weight", (outputs, inputs), "int4", group, parts)
 
@@ -263,7 +238,7 @@ class _Reader:
 
     def _scaled(self, codes: TensorEntry, scale_name: str) -> PackedTensor:
         """fp8 or int8 codes with a scale for all, for each output, or for each block."""
-        scales = self._part(scale_name, (*_FLOATS, "F8_E8M0"))
+        scales = self._part(scale_name, (*FLOATS, "F8_E8M0"))
         if len(codes.shape) not in (2, 3):
             self._refuse(codes, "[outputs, inputs] is expected")
         *outer, outputs, inputs = codes.shape
@@ -322,9 +297,18 @@ class _Reader:
     def _group(self, inputs: int, scales: TensorEntry, dimension: int) -> int:
         """Inputs per scale, from the shape of the scales."""
         num_groups = scales.shape[dimension] if len(scales.shape) == 2 else 0
-        if num_groups < 1 or inputs % num_groups:
+        if not 1 <= num_groups <= inputs or inputs % num_groups:
             self._refuse(scales, f"whole groups of {inputs} inputs are expected")
         return inputs // num_groups
+
+    def _order(self, name: str, inputs: int, codes: TensorEntry) -> TensorEntry | None:
+        """The tensor that says of which group each input is; None where there is none."""
+        order = self._tensors.get(name)
+        if order is not None:
+            self._require(order, (inputs,), codes)
+            if order.dtype not in _INDICES:
+                self._refuse(order, f"{' or '.join(_INDICES)} is expected")
+        return order
 
     def _require(self, entry: TensorEntry, shape: tuple[int, ...], codes: TensorEntry) -> None:
         if entry.shape != shape:
@@ -336,51 +320,5 @@ class _Reader:
         raise CheckpointError(
             f"{self._checkpoint.directory / entry.file_name}: tensor {entry.name} is {entry.dtype}"
             f" {list(entry.shape)} in a checkpoint quantised by {self._method}, where {expected}"
-            + _ADVICE
+            + ADVICE
         )
-
-
-def _check_config(checkpoint: Checkpoint, method: str, config: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for what the shapes of tensors cannot tell."""
-    found = None
-    bits = config.get("bits", config.get("w_bit", 4))
-    if method in ("awq", "gptq") and bits != 4:
-        found = f"{bits}-bit weights, where 4 bits are read"
-    version = str(config.get("version") or config.get("format") or "gemm").lower()
-    if method == "awq" and version != "gemm":
-        found = f"version {version!r}, where gemm is read"
-    if method == "compressed-tensors":
-        for scheme in (config.get("config_groups") or {}).values():
-            weights = scheme.get("weights") if isinstance(scheme, dict) else None
-            form = (scheme.get("format") if isinstance(scheme, dict) else None) or config.get(
-                "format"
-            )
-            if form == "pack-quantized" and weights and weights.get("num_bits") != 4:
-                found = f"pack-quantized weights of {weights.get('num_bits')} bits, 4 are read"
-        if config.get("sparsity_config", {}).get("format", "dense") != "dense":
-            found = f"sparse weights ({config['sparsity_config']['format']})"
-        if config.get("transform_config"):
-            found = "rotated weights (transform_config)"
-    if found is not None:
-        codes = _example(checkpoint)
-        raise CheckpointError(
-            f"{checkpoint.directory / 'config.json'}: the model is quantised by {method} with"
-            f" {found} (tensors like {codes}){_ADVICE}"
-        )
-
-
-def _refuse_method(checkpoint: Checkpoint, method: str) -> NoReturn:
-    raise CheckpointError(
-        f"{checkpoint.directory / 'config.json'}: the model is quantised by {method!r} (tensors"
-        f" like {_example(checkpoint)}), which is not read; {', '.join(METHODS)} are{_ADVICE}"
-    )
-
-
-def _example(checkpoint: Checkpoint) -> str:
-    """The first tensor, experts first, that is no plain float."""
-    names = sorted(checkpoint.tensors, key=lambda name: (".experts." not in name, name))
-    for name in names:
-        entry = checkpoint.tensors[name]
-        if entry.dtype not in _FLOATS:
-            return f"{name}, {entry.dtype} {list(entry.shape)}"
-    return "none that is no float"

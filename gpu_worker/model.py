@@ -29,7 +29,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from expert_store.checkpoint import open_checkpoint, read_config
-from expert_store.packed import gather_packed, stated_quantisation
+from expert_store.packed import gather_packed
+from expert_store.quantisation_config import stated_quantisation
 from gpu_worker.compilation import CompileFailed, compile_kinds, why_different
 from gpu_worker.decode_step import DecodeStep, Segment
 from gpu_worker.kv_cache import new_growing_cache

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 #: "torch" is no native code at all; the others are ceilings, "best" is none.
 MAX_ISAS = ("torch", "scalar", "avx2", "avx512", "avx512_vnni", "amx", "neon", "best")
+#: No flag needs more, and what is sent between processes holds no longer number.
+_MOST = 2**63 - 1
+#: As much of a mistyped value as a sentence repeats.
+_TOLD_CHARACTERS = 60
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -80,19 +84,24 @@ def add_max_isa(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def number(kind: type[int] | type[float], least: float, what: str) -> Callable[[str], float]:
-    """An argparse type: a finite number of `kind`, at least `least` (a tiny one: above 0)."""
+def number(
+    kind: type[int] | type[float], least: float, what: str, most: float = _MOST
+) -> Callable[[str], float]:
+    """An argparse type: a number of `kind`, in ASCII digits, at least `least` (a tiny one: above 0)
+    and at most `most`."""
     bound = "above 0" if 0 < least < 1e-6 else f">= {least:g}"
 
     def parse(text: str) -> float:
         try:
-            value = kind(text)
+            # Python's numbers may be in the digits of any script; a typo is likelier here.
+            value = kind(text) if text.isascii() else kind(-1)
         except ValueError:
             value = kind(-1)
-        if not least <= value < float("inf"):
-            raise argparse.ArgumentTypeError(
-                f"{text!r} does not serve: say a number {bound} ({what})"
-            )
-        return value
+        if least <= value <= most:
+            return value
+        above = f" and <= {most:g}" if most < value < float("inf") else ""
+        raise argparse.ArgumentTypeError(
+            f"{text[:_TOLD_CHARACTERS]!r} does not serve: say a number {bound}{above} ({what})"
+        )
 
     return parse

@@ -11,6 +11,7 @@ import pytest
 
 from orchestrator.cli import main as cli
 from orchestrator.cli.main import main
+from orchestrator.cli.options import numa_nodes
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
@@ -107,6 +108,17 @@ def test_a_mistyped_flag_is_named_though_a_required_one_is_missing(
     [
         ("--link-gbps", "-3", "say a number above 0 (GB/s)"),
         ("--expert-dtype", "int3", "argument --expert-dtype: 'int3' is not known"),
+        ("--dense-dtype", "int3", "argument --dense-dtype: 'int3' is not known"),
+        ("--max-tokens", "\u0663", "say a number >= 1 (tokens)"),
+        ("--max-tokens", "9" * 400, "say a number >= 1 and <= 9.2"),
+        ("--host-gbps", "1e308", "say a number above 0 and <= 9.2"),
+        ("--numa-nodes", "", "'' is no list of NUMA nodes like 0,1 or 0-3"),
+        ("--numa-nodes", "0,", "'0,' is no list of NUMA nodes"),
+        ("--numa-nodes", "3-0", "'3-0' is no list of NUMA nodes"),
+        ("--numa-nodes", "\u0660", "is no list of NUMA nodes"),
+        ("--numa-nodes", "0,0", "'0,0' names node 0 twice"),
+        ("--numa-nodes", "0-2,1-4", "'0-2,1-4' names node 1 twice"),
+        ("--numa-nodes", "0-99999999999", "no machine has a NUMA node 99999999999;"),
     ],
 )
 def test_a_wrong_value_is_told_in_plain_words(
@@ -117,6 +129,12 @@ def test_a_wrong_value_is_told_in_plain_words(
     err = capsys.readouterr().err
     assert says in err
     assert ".;" not in err
+    assert len(err) < 400
+
+
+@pytest.mark.parametrize(("text", "nodes"), [("0", "0"), ("0, 1", "0-1"), ("3,0-1", "0-1,3")])
+def test_nodes_as_the_kernel_lists_them(text: str, nodes: str) -> None:
+    assert numa_nodes(text) == nodes
 
 
 def test_no_line_of_help_is_longer_than_a_screen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ count in no statistic.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -46,57 +46,59 @@ if TYPE_CHECKING:
 LOG_VERSION = 1
 #: The stage of which all others take a share.
 WHOLE = "step"
+#: Whole numbers of a log as a reader takes them: the difference of any two fits 64 bits.
+LogInt = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=(1 << 62) - 1)]
 
 
 class GpuSpan(msgspec.Struct):
     """One `Run` on the device."""
 
-    experts: list[int]
-    started_ns: int
-    ended_ns: int
+    experts: list[LogInt]
+    started_ns: LogInt
+    ended_ns: LogInt
 
 
 class DmaSpan(msgspec.Struct):
     """One fill: the copy of an expert into its slot."""
 
-    worker: int
-    expert: int
-    slot: int
-    num_bytes: int
-    started_ns: int
-    ended_ns: int
+    worker: LogInt
+    expert: LogInt
+    slot: LogInt
+    num_bytes: LogInt
+    started_ns: LogInt
+    ended_ns: LogInt
 
 
 class CpuSpan(msgspec.Struct):
     """One `Execute` on one cpu_worker."""
 
-    worker: int
-    experts: list[int]
-    num_bytes: int
-    started_ns: int
-    ended_ns: int
+    worker: LogInt
+    experts: list[LogInt]
+    num_bytes: LogInt
+    started_ns: LogInt
+    ended_ns: LogInt
 
 
 class LayerRecord(msgspec.Struct, tag="layer", tag_field="kind"):
     """One MoE layer of one step."""
 
     request: str
-    step: int
-    layer: int
-    num_rows: int
-    m: int
-    q: int
-    hits: Sequence[int]
-    fills: Sequence[int]
-    cpu: Sequence[int]
-    fill_bytes: int
-    cpu_bytes: int
+    step: LogInt
+    layer: LogInt
+    num_rows: LogInt
+    m: LogInt
+    q: LogInt
+    hits: Sequence[LogInt]
+    fills: Sequence[LogInt]
+    cpu: Sequence[LogInt]
+    fill_bytes: LogInt
+    cpu_bytes: LogInt
     reason: str
-    routed_ns: int
-    planned_ns: int
-    joined_ns: int
+    routed_ns: LogInt
+    planned_ns: LogInt
+    joined_ns: LogInt
     #: From the end of the layer before (or the start of the step) to this layer's routing.
-    dense_ns: int
+    dense_ns: LogInt
     gpu_hits: list[GpuSpan]
     gpu_fills: list[GpuSpan]
     dma: list[DmaSpan]
@@ -109,12 +111,12 @@ class StepRecord(msgspec.Struct, tag="step", tag_field="kind"):
     names all, with commas between, and `start` is the first one's."""
 
     request: str
-    step: int
-    start: int
-    num_tokens: int
-    started_ns: int
-    joined_ns: int
-    done_ns: int
+    step: LogInt
+    start: LogInt
+    num_tokens: LogInt
+    started_ns: LogInt
+    joined_ns: LogInt
+    done_ns: LogInt
     is_sampled: bool
     is_complete: bool
 
@@ -122,24 +124,24 @@ class StepRecord(msgspec.Struct, tag="step", tag_field="kind"):
 class WorkerRecord(msgspec.Struct, tag="worker", tag_field="kind"):
     """A worker came or went; names the tracks of a trace."""
 
-    worker: int
+    worker: LogInt
     role: str
-    pid: int
+    pid: LogInt
     change: str
-    at_ns: int
+    at_ns: LogInt
 
 
 class LogHeader(msgspec.Struct, tag="log", tag_field="kind"):
     """First line of a log."""
 
-    version: int
+    version: LogInt
     model: str
     dtype: str
-    num_layers: int
-    top_k: int
-    expert_bytes: int
-    num_slots: int
-    total_experts: int
+    num_layers: LogInt
+    top_k: LogInt
+    expert_bytes: LogInt
+    num_slots: LogInt
+    total_experts: LogInt
 
 
 class DriftRecord(msgspec.Struct, tag="drift", tag_field="kind"):
@@ -149,7 +151,7 @@ class DriftRecord(msgspec.Struct, tag="drift", tag_field="kind"):
     is_beside: bool
     old_bytes_per_s: float
     new_bytes_per_s: float
-    at_ns: int
+    at_ns: LogInt
 
 
 class LagRecord(msgspec.Struct, tag="lag", tag_field="kind"):
@@ -158,14 +160,14 @@ class LagRecord(msgspec.Struct, tag="lag", tag_field="kind"):
     cost: str
     old_us: float
     new_us: float
-    at_ns: int
+    at_ns: LogInt
 
 
 class ArmRecord(msgspec.Struct, tag="arm", tag_field="kind"):
     """From now on misses are split, or all filled, or all on the CPU: what was measured fastest."""
 
     arm: str
-    at_ns: int
+    at_ns: LogInt
 
 
 LogRecord = (

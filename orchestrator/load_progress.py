@@ -54,7 +54,7 @@ class LoadProgress:
             )
 
             self._bar = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),  # the model's name is in it
                 BarColumn(),
                 DownloadColumn(),
                 TransferSpeedColumn(),

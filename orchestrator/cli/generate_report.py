@@ -49,7 +49,7 @@ def say_waiting(missing_roles: Iterable[str]) -> None:
 def show_prompt(prompt: str) -> None:
     """On a terminal the continuation follows its prompt; a file gets the continuation alone."""
     if sys.stdout.isatty() and sys.stderr.isatty():
-        console_for(sys.stderr).print(prompt, style="bold", end="", markup=False)
+        console_for(sys.stderr).print(prompt, style="bold", end="")
 
 
 def as_json(finished: Finished, token_ids: list[int]) -> str:

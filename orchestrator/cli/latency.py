@@ -86,7 +86,7 @@ def read_log(path: Path) -> Iterator[LogRecord]:
             for number, line in enumerate(lines, start=1):
                 try:
                     record = decoder.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     if number == 1:
                         raise UserError(
                             f"{path} is not a latency log (`--latency-log FILE` writes one)."

@@ -111,6 +111,7 @@ def _types(fit: Fit) -> str:
 
 def _show(fit: Fit) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from orchestrator.cli.terminal import console_for
     from orchestrator.fit import size
@@ -126,8 +127,7 @@ def _show(fit: Fit) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     colours = {"yes": "green", "note": "yellow", "no": "bold red"}
     for finding in fit.findings:
-        table.add_row(
-            finding.resource, f"[{colours[finding.verdict]}]{finding.verdict}[/]", finding.text
-        )
+        verdict = Text(finding.verdict, style=colours[finding.verdict])
+        table.add_row(finding.resource, verdict, finding.text)
     console.print(table)
     console.print("It fits." if fit.fits else "It does not fit.", style="bold")

@@ -11,5 +11,15 @@ _FILE_WIDTH = 160
 
 
 def console_for(stream: IO[str]) -> Console:
-    """A console on `stdout` or `stderr`, without automatic colours for numbers."""
-    return Console(file=stream, highlight=False, width=None if stream.isatty() else _FILE_WIDTH)
+    """A console on `stdout` or `stderr`, without automatic colours for numbers.
+
+    What is printed is text as it stands: names of models, machines and files come from others and
+    may hold [brackets] or :colons:. Colours are said by `style` or by a `rich.text.Text`.
+    """
+    return Console(
+        file=stream,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        width=None if stream.isatty() else _FILE_WIDTH,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -85,6 +86,47 @@ def test_damaged_line_is_named(log_path: Path, capsys: pytest.CaptureFixture[str
     log_path.write_bytes(b"".join(lines))
     assert main(["latency", str(log_path)]) == 2
     assert f"Line 4 of {log_path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"dense_ns":', b'"dense_ns":1' + b"0" * 30),
+        (b'"routed_ns":', b'"routed_ns":-5' + b"0" * 18),
+        (b'"fill_bytes":', b'"fill_bytes":' + b"9" * 400),
+        (b'"fill_bytes":', b'"unknown":' + b"[" * 100_000),
+    ],
+)
+def test_numbers_and_lists_of_no_log_are_damage(
+    log_path: Path, old: bytes, new: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = log_path.read_bytes()
+    assert old in raw
+    log_path.write_bytes(raw.replace(old, new, 1))
+    assert main(["latency", str(log_path)]) == 2
+    err = capsys.readouterr().err
+    assert f"of {log_path} is not a record of a latency log" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_stamps_as_far_apart_as_they_may_be(
+    log_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = re.sub(rb'"routed_ns":\d+', b'"routed_ns":%d' % -(1 << 62), log_path.read_bytes())
+    raw = re.sub(rb'"joined_ns":\d+', b'"joined_ns":%d' % ((1 << 62) - 1), raw)
+    log_path.write_bytes(raw)
+    assert main(["latency", str(log_path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["stages"]["layer"]["max_us"] == pytest.approx(2**63 / 1e3)
+
+
+def test_names_are_printed_as_they_are(log_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = log_path.read_bytes().replace(b'"model":"demo"', b'"model":"a[/b]c[int4]"', 1)
+    log_path.write_bytes(raw.replace(b"fill mode all", b"[/b] of :smile:"))
+    assert main(["latency", str(log_path)]) == 0
+    out = capsys.readouterr().out
+    assert "a[/b]c[int4]: 1 steps" in out
+    assert "[/b] of :smile:" in out
 
 
 def test_line_cut_short_by_a_kill_is_left_out(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from typing import TYPE_CHECKING
 
 from protocol.errors import UserError
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 def need_matplotlib(path: Path) -> None:
     """Raises UserError: it is not installed, or `path` is of no kind that it writes."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--plot needs matplotlib: install headrace[plot].")
+        raise UserError(
+            "--plot needs matplotlib in the environment that runs headrace; install it: "
+            f"{sys.executable} -m pip install matplotlib"
+        )
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--plot writes .png, .svg or .pdf, not {path.name!r}.")

@@ -11,6 +11,7 @@ from orchestrator.cli.plotting import need_matplotlib
 from orchestrator.core.fill_choice import FILL_BEHIND_MODES
 from orchestrator.core.policies import POLICY_NAMES
 from orchestrator.core.split_rules import PLANNER_NAMES
+from orchestrator.simulate.profiles import MAX_EXPERT_BYTES
 from protocol.errors import EXIT_OK, UserError
 from protocol.worker_flags import number
 
@@ -79,7 +80,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
         "--expert-bytes",
-        type=number(int, 1, "bytes"),
+        type=number(int, 1, "bytes", MAX_EXPERT_BYTES),
         metavar="N",
         help="default: what the trace says, else the profile",
     )
@@ -169,7 +170,7 @@ def _parse_steps(text: str) -> int | None:
     if text == "all":
         return None
     try:
-        count = int(text)
+        count = int(text) if text.isascii() else 0
     except ValueError:
         count = 0
     if count < 1:

@@ -34,6 +34,14 @@ _FOLDER = files("orchestrator.simulate") / "profiles"
 #: Bits per weight, scales included.
 WEIGHT_BITS = {"bf16": 16.0, "fp8": 8.0, "q8_0": 8.5, "q4_k": 4.5, "mxfp4": 4.25, "nvfp4": 4.5}
 
+MAX_EXPERT_BYTES = 10**15
+#: Unit, as fields end with it -> the most that a profile may say in it: far above any machine, and
+#: low enough for sums and quotients of them to stay finite.
+_MOST = {"gbps": 1e6, "us": 1e9, "part": 1e3, "bytes": MAX_EXPERT_BYTES}
+_LEAST_GBPS = 1e-9
+#: As much of a name as a sentence repeats.
+_TOLD_CHARACTERS = 60
+
 
 class MachineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """See the module; GB/s, microseconds, bytes."""
@@ -61,20 +69,34 @@ class MachineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{field} must be finite and at least 0, not {value}")
             if not value and field in ("link_gbps", "host_gbps", "expert_bytes"):
                 raise ValueError(f"{field} must be above 0")
+            most = _MOST[field.rpartition("_")[2]]
+            if value > most:
+                raise ValueError(f"{field} must be at most {most:g}")
+            if field.endswith("_gbps") and 0 < value < _LEAST_GBPS:
+                raise ValueError(f"{field} must be at least {_LEAST_GBPS:g}, not {value:g}")
+        if self.link_beside_cpu_gbps == 0 and not self._cpu_beside_link_gbps:
+            raise ValueError(
+                "link_beside_cpu_gbps and cpu_beside_link_gbps must not both be 0: side by side "
+                "neither branch would ever end"
+            )
+
+    @property
+    def _cpu_beside_link_gbps(self) -> float:
+        if self.cpu_beside_link_gbps is None:
+            return max(self.host_gbps - self.link_gbps, 0.0)
+        return self.cpu_beside_link_gbps
 
     def costs(self, expert_bytes: int) -> BranchCosts:
         """In the planner's terms, for experts of `expert_bytes`."""
-        link_beside, cpu_beside = self.link_beside_cpu_gbps, self.cpu_beside_link_gbps
+        link_beside = self.link_beside_cpu_gbps
         if link_beside is None:
             link_beside = self.link_gbps
-        if cpu_beside is None:
-            cpu_beside = max(self.host_gbps - self.link_gbps, 0.0)
         return BranchCosts(
             expert_bytes,
             self.link_gbps * 1e9,
             link_beside * 1e9,
             self.host_gbps * 1e9,
-            cpu_beside * 1e9,
+            self._cpu_beside_link_gbps * 1e9,
             self.fill_fixed_us * 1e-6,
             self.cpu_dispatch_us * 1e-6,
             self.gpu_expert_us * 1e-6,
@@ -115,9 +137,16 @@ def load_profile(name_or_path: str) -> MachineProfile:
         text, where = (_FOLDER / f"{name_or_path}.toml").read_text("utf-8"), name_or_path
     else:
         path, where = Path(name_or_path), name_or_path
-        if not path.is_file():
+        try:
+            is_file = path.is_file()
+        except OSError:  # a name that is too long for any file
+            is_file = False
+        if not is_file:
             known = ", ".join(profile_names())
-            raise UserError(f"There is no profile or file {name_or_path!r}; profiles are: {known}.")
+            raise UserError(
+                f"There is no profile or file {name_or_path[:_TOLD_CHARACTERS]!r}; profiles are: "
+                f"{known}."
+            )
         try:
             text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -126,6 +155,10 @@ def load_profile(name_or_path: str) -> MachineProfile:
         return msgspec.convert(tomllib.loads(text), MachineProfile)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise UserError(f"The profile {where} is wrong: {error}.") from None
+    except RecursionError:
+        raise UserError(f"The profile {where} is wrong: it is nested too deeply.") from None
+    except ValueError:  # Python reads no whole number of thousands of digits
+        raise UserError(f"The profile {where} is wrong: a number in it is too long.") from None
 
 
 def model_shapes() -> dict[str, ModelShape]:

@@ -59,6 +59,8 @@ class Study(msgspec.Struct, frozen=True):
 def parse_slots(text: str, total_experts: int) -> int:
     """`25%` of `total_experts`, rounded down, or a number. UserError if it is neither, or none."""
     try:
+        if not text.isascii():
+            raise ValueError
         if text.endswith("%"):
             share = float(text[:-1])
             if not 0 < share <= 100:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from orchestrator.simulate.profiles import MAX_EXPERT_BYTES
 from protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -140,8 +141,11 @@ def _checked(path: Path, arrays: dict[str, Any]) -> RoutingTrace:
         is_number = np.issubdtype(sizes.dtype, np.integer) or np.issubdtype(
             sizes.dtype, np.floating
         )
-        if not sizes.size or not is_number or not ((sizes > 0) & np.isfinite(sizes)).all():
-            raise UserError(f"{path}: 'expert_bytes' must be positive numbers.")
+        is_number = is_number and sizes.size > 0
+        if not is_number or not ((sizes >= 1) & (sizes <= MAX_EXPERT_BYTES)).all():
+            raise UserError(
+                f"{path}: 'expert_bytes' must be positive, from 1 to {MAX_EXPERT_BYTES:g}."
+            )
         expert_bytes = int(sizes.mean())
     model = "unnamed"
     if "model" in arrays:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -108,6 +109,11 @@ def test_a_sweep_has_a_row_per_value(
         (["--model-shape", "gpt-oss-20b", "--weight-format", "q1"], "no weight format 'q1'"),
         (["--model-shape", "gpt-5"], "no model shape 'gpt-5'"),
         (["--expert-bytes", "0"], "--expert-bytes"),
+        (["--expert-bytes", "1" * 400], "and <= 1e+15 (bytes)"),
+        (["--steps", "\u0663"], "--steps is a whole number"),
+        (["--slots", "\u0665\u0660%"], "--slots is a number"),
+        (["--skip", "\u0663"], "--skip"),
+        (["--profile", "x" * 5000], "There is no profile or file"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(
@@ -122,6 +128,35 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert sentence in said.err
     assert said.out == ""
     assert len(said.err.strip().splitlines()) == 1
+
+
+def test_names_are_printed_as_they_are(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "[/red] :smile:"\nsource = "me"\nlink_gbps = 20\nhost_gbps = 60\n')
+    words = ["simulate", "--trace", trace, "--profile", str(path), "--steps", "5"]
+    assert main(words) == 0
+    assert "on [/red] :smile:," in capsys.readouterr().out
+    assert main([*words, "--sweep", "slots=10,50"]) == 0
+    assert "on [/red] :smile:" in capsys.readouterr().out
+
+
+def test_the_slowest_machine_that_a_profile_may_state(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "slow.toml"
+    path.write_text(
+        'name = "slow"\nsource = "nobody"\nlink_gbps = 1e-9\nhost_gbps = 1e-9\n'
+        "link_beside_cpu_gbps = 1e-9\ncpu_beside_link_gbps = 1e-9\ndense_us = 1e9\n"
+        "cpu_dispatch_us = 1e9\nlink_dispatch_us = 1e9\nfill_fixed_us = 1e9\n"
+        "gpu_expert_us = 1e9\ncpu_row_part = 1e3\nexpert_bytes = 1_000_000_000_000_000\n"
+    )
+    words = ["simulate", "--trace", trace, "--profile", str(path), "--steps", "2", "--baselines"]
+    assert main([*words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert 1e20 < answer["step_us"] < 1e30
+    assert answer["tokens_per_s"] > 0
 
 
 def test_a_bad_trace_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +177,7 @@ def test_without_matplotlib_a_plot_is_one_sentence(
     plot = tmp_path / "sweep.svg"
     words = ["simulate", "--trace", trace, "--sweep", "slots=10", "--plot", str(plot)]
     assert main(words) == 2
-    assert "install headrace[plot]" in capsys.readouterr().err
+    assert f"{sys.executable} -m pip install matplotlib" in capsys.readouterr().err
     assert not plot.exists()
 
 

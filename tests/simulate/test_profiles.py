@@ -85,6 +85,43 @@ def test_a_wrong_profile_is_one_sentence(tmp_path: Path, text: str, sentence: st
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("x = " + "[" * 5000, "nested too deeply"),
+        ("expert_bytes = " + "1" * 5000, "a number in it is too long"),
+        ("expert_bytes = " + "1" * 400, "expert_bytes must be at most 1e"),
+        ("link_beside_cpu_gbps = 1e308", "link_beside_cpu_gbps must be at most 1e"),
+        ("dense_us = 1e308", "dense_us must be at most 1e"),
+        ("cpu_row_part = 1e308", "cpu_row_part must be at most 1000"),
+        ("cpu_beside_link_gbps = 1e-320", "cpu_beside_link_gbps must be at least 1e-09"),
+        ("link_beside_cpu_gbps = 0\ncpu_beside_link_gbps = 0", "must not both be 0"),
+        ("link_beside_cpu_gbps = 0", "must not both be 0"),  # B_H - B_P is 0 as well
+    ],
+)
+def test_a_profile_of_no_machine_is_one_sentence(tmp_path: Path, line: str, sentence: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(f'name = "x"\nsource = "y"\nlink_gbps = 30\nhost_gbps = 20\n{line}\n')
+    with pytest.raises(UserError, match=sentence) as caught:
+        load_profile(str(path))
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_the_rates_themselves_have_bounds(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    for rate, says in (("1e308", "at most 1e"), ("1" * 400, "range"), ("1e-300", "at least 1e-09")):
+        path.write_text(f'name = "x"\nsource = "y"\nlink_gbps = {rate}\nhost_gbps = 20\n')
+        with pytest.raises(UserError, match=says):
+            load_profile(str(path))
+
+
+def test_a_name_too_long_for_a_file_is_no_profile() -> None:
+    with pytest.raises(UserError, match="There is no profile or file 'xxx") as caught:
+        load_profile("x" * 5000)
+    assert len(str(caught.value)) < 300
+
+
 def test_an_unknown_profile_names_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="profiles are: desktop, laptop"):
         load_profile("toaster")

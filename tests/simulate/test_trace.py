@@ -67,6 +67,9 @@ def test_parts(tmp_path: Path) -> None:
         ({"expert_bytes": np.array([5j])}, "must be positive"),
         ({"model": np.array([], str)}, "'model' must be one name"),
         ({"model": np.array("a\nb")}, "'model' must be one name"),
+        ({"expert_bytes": np.array([0.5])}, "must be positive, from 1 "),
+        ({"expert_bytes": np.array([np.inf])}, "must be positive, from 1 to 1e"),
+        ({"expert_bytes": np.array([1e300, 5])}, "must be positive, from 1 to 1e"),
         ({"ids": np.array([[[{}]]], object)}, "is not a readable .npz trace"),
     ],
 )

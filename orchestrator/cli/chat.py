@@ -20,7 +20,15 @@ example:
   headrace chat --system "Answer in one sentence."
   echo "What is a list?" | headrace chat --max-tokens 60
 
-In a chat: /new forgets what was said, /quit (or Ctrl-D) ends. Ctrl-C ends an answer."""
+In a chat: /help lists the commands, /new forgets what was said, /quit (or Ctrl-D) ends. Ctrl-C
+ends an answer."""
+
+_HELP = """\
+/help   this list
+/new    forget what was said
+/quit   end (or Ctrl-D); Ctrl-C ends an answer
+Everything else is said to the model. Put a space before what begins with a slash and is no
+command; what begins with two slashes is said as it is."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -57,17 +65,27 @@ def run(options: argparse.Namespace) -> int:
             raise UserError('There is nothing to say: the input is empty; try echo "Hello" | ...')
         chat.answer(text)
         return EXIT_OK
-    print(f"{chat.model_name()}; /new begins anew, /quit ends", file=sys.stderr)
+    print(f"{chat.model_name()}; /new begins anew, /quit ends, /help", file=sys.stderr)
     while True:
         try:
-            text = input("> ").strip()
+            line = input("> ")
         except EOFError:
             print()
             return EXIT_OK
-        if text == "/quit":
-            return EXIT_OK
-        if text == "/new":
-            chat.begin()
+        text = line.strip()
+        if line.startswith("/") and not line.startswith("//"):
+            if text == "/quit":
+                return EXIT_OK
+            if text == "/new":
+                chat.begin()
+            elif text == "/help":
+                print(_HELP, file=sys.stderr)
+            else:
+                print(
+                    f"headrace: {text[:40]!r} is no command and was not said to the model; /help "
+                    "lists the commands, a space before it says it",
+                    file=sys.stderr,
+                )
         elif text:
             try:
                 chat.answer(text)

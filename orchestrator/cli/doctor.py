@@ -13,6 +13,7 @@ import importlib.metadata
 import mmap
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -143,7 +144,7 @@ def examine(machine: Machine) -> list[Finding]:
         *findings_of.cpu_features(platform.machine(), read_cpu_flags()),
         *findings_of.memory(machine),
         *findings_of.huge_pages(machine),
-        *findings_of.numa(machine, bind),
+        *findings_of.numa(machine, bind, has_numactl=shutil.which("numactl") is not None),
         *findings_of.limits(machine, probe_kernel()),
         *findings_of.cuda(probe_cuda()),
         *findings_of.packages(platform.python_version(), package_versions()),

@@ -38,6 +38,10 @@ ARM_FEATURES = {
     "sve2": "SVE2",
 }
 
+_NO_NUMACTL = (
+    "the program numactl is not installed (a package of the system, not of Python), nor needed"
+)
+
 
 class Finding(msgspec.Struct, frozen=True):
     """One line of the report."""
@@ -264,7 +268,8 @@ def limits(machine: Machine, kernel: KernelFacts) -> list[Finding]:
     return findings
 
 
-def numa(machine: Machine, bind: BindFacts) -> list[Finding]:
+def numa(machine: Machine, bind: BindFacts, *, has_numactl: bool) -> list[Finding]:
+    """`has_numactl`: the program is there, which no package of Python brings."""
     num_nodes = len(machine.nodes)
     if num_nodes == 1:
         findings = [
@@ -298,7 +303,7 @@ def numa(machine: Machine, bind: BindFacts) -> list[Finding]:
             "binding",
             "ok" if is_bound else "note" if num_nodes == 1 else "warn",
             bind.message,
-            "--numa-node and numactl work"
+            ("--numa-node and numactl work" if has_numactl else f"--numa-node works; {_NO_NUMACTL}")
             if is_bound
             else "with one node nothing is lost"
             if num_nodes == 1

@@ -259,7 +259,7 @@ def _continue(
         if options.json:
             print(report.as_json(finished, token_ids))
         else:
-            report.print_table(finished)
+            report.print_table(finished, options.max_tokens)
     return finished
 
 

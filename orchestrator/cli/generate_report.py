@@ -84,15 +84,15 @@ def as_json(finished: Finished, token_ids: list[int]) -> str:
     return msgspec.json.encode(result).decode()
 
 
-def print_table(finished: Finished) -> None:
-    """The closing tables, on stderr."""
+def print_table(finished: Finished, max_tokens: int) -> None:
+    """The closing tables, on stderr, of a request for up to `max_tokens` tokens."""
     stats = finished.stats
     console = console_for(sys.stderr)
     console.print()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column()
-    for name, text in _facts(stats):
+    for name, text in _facts(stats, why_ended(finished, max_tokens)):
         table.add_row(name, text)
     console.print(table)
     if not stats.stages:
@@ -117,7 +117,24 @@ def print_table(finished: Finished) -> None:
     console.print("The branches gpu, dma and cpu run side by side.", style="dim")
 
 
-def _facts(stats: RequestStats) -> Iterable[tuple[str, str]]:
+def why_ended(finished: Finished, max_tokens: int) -> str:
+    """Why a text has no further token."""
+    stats = finished.stats
+    match finished.reason:
+        case "stop":
+            return "the model ended the text"
+        case "length" if stats.generated_tokens >= max_tokens:
+            return f"after the {max_tokens} tokens of --max-tokens"
+        case "length":
+            return (
+                f"the context of {stats.prompt_tokens + stats.generated_tokens} tokens is full, "
+                f"prompt and answer together (--max-tokens was {max_tokens})"
+            )
+        case reason:
+            return reason
+
+
+def _facts(stats: RequestStats, ended: str) -> Iterable[tuple[str, str]]:
     demanded = stats.hits + stats.fills + stats.cpu_experts
     misses = stats.fills + stats.cpu_experts
 
@@ -126,6 +143,7 @@ def _facts(stats: RequestStats) -> Iterable[tuple[str, str]]:
 
     yield "tokens/s", f"{stats.tokens_per_s:.1f}"
     yield "tokens", f"{stats.generated_tokens} after a prompt of {stats.prompt_tokens}"
+    yield "ended", ended
     yield "first token", f"after {1e3 * stats.ttft_s:.0f} ms"
     yield "slots", f"{stats.slots} of {stats.total_experts} experts"
     yield "hits", share(stats.hits)

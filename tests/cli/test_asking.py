@@ -77,13 +77,12 @@ def test_empty_input_asks_nothing(
     assert "input is empty" in capsys.readouterr().err
 
 
-def test_a_refusal_does_not_end_a_chat(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = iter(["one", "two"])
+def say_in_a_chat(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What each request of a chat said, on a terminal on which a person types these lines."""
+    typed = iter(lines)
 
     def say(_: str) -> str:
-        for line in lines:
+        for line in typed:
             return line
         raise EOFError
 
@@ -92,5 +91,32 @@ def test_a_refusal_does_not_end_a_chat(
     asked: list[dict[str, Any]] = []
     with server(400, "The context is full.", asked) as url:
         assert main(["chat", "--url", url]) == 0
-    assert [[said["content"] for said in body["messages"]] for body in asked] == [["one"], ["two"]]
+    return [[said["content"] for said in body["messages"]] for body in asked]
+
+
+def test_a_refusal_does_not_end_a_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert say_in_a_chat(["one", "two"], monkeypatch) == [["one"], ["two"]]
     assert capsys.readouterr().err.count("The context is full.") == 2
+
+
+def test_the_commands_of_a_chat_are_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert say_in_a_chat(["/help "], monkeypatch) == []
+    err = capsys.readouterr().err
+    for command in ("/help", "/new", "/quit"):
+        assert f"\n{command} " in err
+    assert "two slashes is said as it is" in err
+
+
+def test_an_unknown_command_is_not_said_to_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["/nwe", "/new of " + "x" * 99, "/", " /etc is what?", "// a comment", "/quit", "late"]
+    assert say_in_a_chat(lines, monkeypatch) == [["/etc is what?"], ["// a comment"]]
+    err = capsys.readouterr().err
+    assert "'/nwe' is no command" in err
+    assert err.count("is no command") == 3
+    assert "x" * 50 not in err

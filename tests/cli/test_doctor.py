@@ -124,15 +124,29 @@ def test_numa_names_a_command_per_usable_node() -> None:
         machine_facts.NumaNode(2, (), GIB, GIB, True),
     )
     bound = BindFacts(level="membind", message="bound")
-    found = by_topic(findings_of.numa(change(nodes=nodes), bound))
+    found = by_topic(findings_of.numa(change(nodes=nodes), bound, has_numactl=True))
     assert "--numa-node 1`" in found["NUMA"].meaning
     assert "--numa-node 2" not in found["NUMA"].meaning
     assert found["binding"].status == "ok"
     half = BindFacts(level="cpu-only", message="EPERM")
-    assert by_topic(findings_of.numa(change(nodes=nodes), half))["binding"].status == "warn"
-    assert by_topic(findings_of.numa(MACHINE, half))["binding"].status == "note"
-    failed = findings_of.numa(MACHINE, BindFacts(error="no answer"))
+    two = findings_of.numa(change(nodes=nodes), half, has_numactl=True)
+    assert by_topic(two)["binding"].status == "warn"
+    one = findings_of.numa(MACHINE, half, has_numactl=True)
+    assert by_topic(one)["binding"].status == "note"
+    failed = findings_of.numa(MACHINE, BindFacts(error="no answer"), has_numactl=True)
     assert "no answer" in by_topic(failed)["binding"].meaning
+
+
+def test_a_program_that_is_not_there_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_probes(monkeypatch)
+    said = {}
+    for path in (None, "/usr/bin/numactl"):
+        monkeypatch.setattr("shutil.which", lambda _name, found=path: found)
+        findings = doctor.examine(machine_facts.read_machine())
+        said[path] = by_topic(findings)["binding"].meaning
+    assert "--numa-node works" in said[None]
+    assert "numactl is not installed (a package of the system" in said[None]
+    assert said["/usr/bin/numactl"] == "--numa-node and numactl work"
 
 
 @pytest.mark.parametrize(

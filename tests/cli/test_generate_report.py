@@ -1,0 +1,33 @@
+"""What the table after a text says."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.cli.generate_report import print_table
+from protocol.messages import Finished, FinishReason, RequestStats
+
+
+@pytest.mark.parametrize(
+    ("reason", "num_prompt", "num_generated", "max_tokens", "says"),
+    [
+        ("stop", 9, 12, 128, "the model ended the text"),
+        ("stop", 9, 128, 128, "the model ended the text"),
+        ("length", 9, 128, 128, "after the 128 tokens of --max-tokens"),
+        ("length", 1, 2047, 2047, "after the 2047 tokens of --max-tokens"),
+        ("length", 1, 2047, 5000, "the context of 2048 tokens is full"),
+        ("cancelled", 9, 3, 128, "cancelled"),
+    ],
+)
+def test_why_a_text_ended(
+    reason: FinishReason,
+    num_prompt: int,
+    num_generated: int,
+    max_tokens: int,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stats = RequestStats(prompt_tokens=num_prompt, generated_tokens=num_generated)
+    print_table(Finished("r", reason, stats), max_tokens)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("ended"))
+    assert says in line

@@ -73,7 +73,7 @@ def _faults(method: str, config: Mapping[str, Any]) -> Iterator[str]:
         if not _is_number(bits):
             yield f"bits that are {_told(bits)}, where the number {_READ_BITS} is read"
         elif bits != _READ_BITS:
-            yield f"{bits}-bit weights, where {_READ_BITS} bits are read"
+            yield f"{str(bits)[:_TOLD_CHARACTERS]}-bit weights, where {_READ_BITS} bits are read"
         order = config.get("desc_act")
         if order is not None and not isinstance(order, bool):
             yield f"a desc_act that is {_told(order)}, where true or false is read"
@@ -116,7 +116,8 @@ def _faults_of_schemes(config: Mapping[str, Any]) -> Iterator[str]:
             if not _is_number(bits):
                 yield f"pack-quantized weights whose num_bits are {_told(bits)}, no number"
             elif bits != _READ_BITS:
-                yield f"pack-quantized weights of {bits} bits, {_READ_BITS} are read"
+                num_bits = str(bits)[:_TOLD_CHARACTERS]
+                yield f"pack-quantized weights of {num_bits} bits, {_READ_BITS} are read"
 
 
 def _is_number(value: object) -> bool:

@@ -78,6 +78,10 @@ def _read(path: Path, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
         raise UserError(f"The configuration {path} cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"The configuration {path} is not valid TOML: {error}.") from None
+    except (ValueError, RecursionError):  # Python reads no number of thousands of digits
+        raise UserError(
+            f"The configuration {path} is nested too deeply, or a number in it is too long."
+        ) from None
     written = {key.replace("_", "-"): value for key, value in table.items()}
     for key in written:
         if key not in actions:

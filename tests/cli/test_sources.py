@@ -74,6 +74,8 @@ def test_a_switch_can_be_off(off: str, tmp_path: Path) -> None:
         ({}, "max-context = true", "max-context in"),
         ({}, "max-context = 0", "max-context in"),
         ({}, "max-context =", "not valid TOML"),
+        ({}, "max-context = " + "[" * 5000, "nested too deeply"),
+        ({}, "max-context = " + "1" * 5000, "too long"),
         ({"HEADRACE_CONFIG": "/nowhere/c.toml"}, None, "cannot be read"),
     ],
 )

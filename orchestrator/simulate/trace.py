@@ -98,7 +98,7 @@ def read_trace(path: Path) -> RoutingTrace:
     except UserError:
         raise
     except FileNotFoundError:
-        raise UserError(f"There is no trace {path}.") from None
+        raise UserError(f"There is no trace {path}; `headrace trace record` makes one.") from None
     except Exception as error:  # of a damaged file numpy, zipfile and zlib raise all kinds
         reason = str(error).split("\n")[0] or type(error).__name__
         raise UserError(

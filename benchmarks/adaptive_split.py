@@ -14,11 +14,13 @@ is measured first. For each link and each number of slots there is a pipeline pe
     q=1, 2      at most that many fills per layer-step, the rest on the CPU; --exhaustive: up to
                 top-k
 
-All of them run the same text in short turns (see `turns`), so a noisy machine is noisy for all
-alike; what is compared is the mean time of the decode steps that every way has made within its
-turns, the slowest and the fastest tenth of each left out. `in_time` says whether adaptive is within
-3 % of the better branch alone and within 8 % of the best of all. With a device that is the CPU,
-what the device computes takes the processor from the cpu_worker; that is true for every way alike.
+All of them run the same text in turns of less than half a second (see `turns`), so a noisy machine
+is noisy for all alike: a second in which it is slow, as virtual ones are, would spoil a long turn
+of one way and spare the others. What is compared is the mean time of decode steps that every way
+has made within its turns, the slowest and the fastest tenth of each left out. `in_time` says
+whether adaptive is within 3 % of the better branch alone and within 8 % of the best of all. With a
+device that is the CPU, what the device computes takes the processor from the cpu_worker; that is
+true for every way alike.
 
 A cell takes a minute or two on two cores, most of it the starts. --disturbances is another thing:
 see `benchmarks/disturbances.py`.
@@ -54,9 +56,9 @@ FULL = {
     "slots": [10.0, 25.0, 50.0],
     "layers": 6,
     "warm_up": 40,
-    "turns": 8,
+    "turns": 24,
 }
-QUICK = {"links": [0.5], "slots": [25.0], "layers": 4, "warm_up": 20, "turns": 4}
+QUICK = {"links": [0.5], "slots": [25.0], "layers": 4, "warm_up": 20, "turns": 12}
 
 
 def main() -> None:
@@ -213,7 +215,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", type=int, default=1500, help="most steps of a text")
     parser.add_argument("--warm-up", type=int)
-    parser.add_argument("--turn-s", type=float, default=1.5)
+    parser.add_argument("--turn-s", type=float, default=0.4)
     parser.add_argument("--turns", type=int)
     parser.add_argument("--host-gbps", type=float, help="instead of measuring it")
     parser.add_argument("--exhaustive", action="store_true", help="every q up to top-k")

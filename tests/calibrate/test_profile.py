@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import logging
 import os
 import resource
@@ -175,9 +174,6 @@ def test_serving_uses_it_unless_a_rate_is_stated(tmp_path: Path) -> None:
         assert calibrated_costs(other, layout) is None
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
-)
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_a_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"rates.{suffix}"

@@ -168,12 +168,18 @@ def test_a_bad_trace_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "Traceback" not in said.err
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is installed"
-)
 def test_without_matplotlib_a_plot_is_one_sentence(
-    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trace: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "matplotlib" else find_spec(name, *rest),
+    )
     plot = tmp_path / "sweep.svg"
     words = ["simulate", "--trace", trace, "--sweep", "slots=10", "--plot", str(plot)]
     assert main(words) == 2
@@ -181,9 +187,6 @@ def test_without_matplotlib_a_plot_is_one_sentence(
     assert not plot.exists()
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
-)
 def test_a_plot_is_written(trace: str, tmp_path: Path) -> None:
     plot = tmp_path / "sweep.svg"
     words = ["simulate", "--trace", trace, "--sweep", "slots=10,50", "--steps", "5"]

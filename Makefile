@@ -1,5 +1,6 @@
 # Two commands do everything: `make demo` shows the pipeline at work, `make test` runs every check.
-# Both set up .venv first; nothing outside this folder is changed. PYTHON=... picks the interpreter.
+# Both set up .venv first, `make test` with the checks' tools as well; nothing outside this folder is
+# changed. PYTHON=... picks the interpreter.
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test setup clean
@@ -15,10 +16,10 @@ help:
 	@echo "PYTHON=/path/to/python3.12 make demo   uses that interpreter (3.11 or newer)"
 
 setup:
-	@scripts/setup
+	@scripts/setup --no-tests
 
 demo:
-	@scripts/setup
+	@scripts/setup --no-tests
 	@# The link is paced to a quarter of a GB/s, so that the split has something to decide even here,
 	@# where slots and store are the same memory.
 	@.venv/bin/headrace generate --model models/demo --slots 25% --emulate-link-gbps 0.25 \

@@ -5,9 +5,10 @@ pool of threads of the library's own (native/pool.h). Python's lock is released 
 
 **Bits.** A result row depends on the weights, the row and the form alone: sums are float32, in an
 order that native/kernels.h states, the same for every number of threads and rows, at every address,
-and on every instruction set but one: `amx` multiplies bfloat16 weights (those not transposed) in an
-order of its own. Two processes of one machine therefore agree whatever threads each was given, as
-long as both compute natively and `max_isa` is the same; with torch the last bits differ.
+and on every instruction set but two: `avx512_bf16` and `amx` multiply bfloat16 weights (those not
+transposed) in orders of their own. Two processes of one machine therefore agree whatever threads
+each was given, as long as both compute natively and `max_isa` is the same; with torch the last bits
+differ.
 
 **Rounding** follows transformers' eager experts, so that tokens are theirs: 16-bit weights and
 inputs are widened exactly, products are summed in float32, and what torch rounds to the dtype is
@@ -44,8 +45,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("headrace")
 
 #: As in protocol.worker_flags. "torch": nothing native; those of other processors do no harm.
-MaxIsa = Literal["torch", "scalar", "avx2", "avx512", "avx512_vnni", "amx", "neon", "best"]
-_RANK = {"scalar": 0, "neon": 1, "avx2": 1, "avx512": 2, "avx512_vnni": 3, "amx": 4, "best": 9}
+MaxIsa = Literal[
+    "torch", "scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx", "neon", "best"
+]
+_RANK = {
+    "scalar": 0,
+    "neon": 1,
+    "avx2": 1,
+    "avx512": 2,
+    "avx512_vnni": 3,
+    "avx512_bf16": 4,
+    "amx": 5,
+    "best": 9,
+}
 
 #: How long an idle thread of the pool looks for work before it sleeps. About what waking it costs.
 SPIN_US = 20

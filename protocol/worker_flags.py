@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 #: "torch" is no native code at all; the others are ceilings, "best" is none.
-MAX_ISAS = ("torch", "scalar", "avx2", "avx512", "avx512_vnni", "amx", "neon", "best")
+MAX_ISAS = (
+    "torch",
+    "scalar",
+    "avx2",
+    "avx512",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx",
+    "neon",
+    "best",
+)
 #: No flag needs more, and what is sent between processes holds no longer number.
 _MOST = 2**63 - 1
 #: As much of a mistyped value as a sentence repeats.
@@ -79,8 +89,8 @@ def add_max_isa(parser: argparse.ArgumentParser) -> None:
         choices=MAX_ISAS,
         default="best",
         help="the most to use of this processor for experts; the bits of the results are the same "
-        "for all of them but torch, which every worker must be given or none "
-        "(default: %(default)s)",
+        "for all of them but torch and, for bfloat16 experts, avx512_bf16 and amx; so every worker "
+        "of a pipeline must be given the same (default: %(default)s)",
     )
 
 

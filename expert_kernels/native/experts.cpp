@@ -77,13 +77,14 @@ std::vector<KernelSet> find_kernels() {
                 __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
             add("avx512", avx512_kernels, has_words ? avx512_words_packed : avx2_packed,
                 avx512_gates);
-            if (has_words && __builtin_cpu_supports("avx512vbmi") &&
-                __builtin_cpu_supports("avx512vnni")) {
-
-                add("avx512_vnni", avx512_kernels, avx512_packed, avx512_gates);
-                if (may_use_amx())
-                    add("amx", avx512_kernels, amx_packed, avx512_gates, &amx_laid);
-            }
+            const bool has_bytes = has_words && __builtin_cpu_supports("avx512vbmi") &&
+                                   __builtin_cpu_supports("avx512vnni");
+            if (has_bytes) add("avx512_vnni", avx512_kernels, avx512_packed, avx512_gates);
+            if (has_words && __builtin_cpu_supports("avx512bf16"))
+                add("avx512_bf16", avx512_kernels, has_bytes ? avx512_packed : avx512_words_packed,
+                    avx512_gates, &avx512_laid);
+            if (has_bytes && may_use_amx())
+                add("amx", avx512_kernels, amx_packed, avx512_gates, &amx_laid);
         }
     }
 #endif

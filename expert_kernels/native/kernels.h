@@ -37,16 +37,20 @@ struct Kernels {
 bool has_scalar_bits(const Kernels& kernels);
 
 // Products of bfloat16 weights [outputs, depth] with rows that are bfloat16 as well, for processors
-// that multiply whole tiles of them. What they add in which order is their own, and differs from
-// dot_rows: per 32 inputs one sum of those with even k and one of those with odd k, ascending, one
-// fused multiply-add each; both are added and then added to the output's sum. Subnormal numbers
-// count as zeros. It hangs on nothing but the depth, so a row alone has the bits of a row among
-// many.
+// that multiply pairs of them. What they add in which order is their own, and differs from dot_rows.
+// Subnormal numbers count as zeros. It hangs on nothing but the depth, so a row alone has the bits of
+// a row among many.
+//
+//   amx           per 32 inputs one sum of those with even k and one of those with odd k, ascending,
+//                 one fused multiply-add each; both are added and then added to the output's sum
+//   avx512_bf16   16 sums: of 32 inputs the pair 2j, 2j + 1 goes to sum j, ascending, rounded as the
+//                 processor's instruction does; then joined as dot_rows joins them
 //
 // `lay` brings rows into the order they are read in. Rows go in blocks of LAID_BLOCK, a last one of
-// what is left; a block is [laid_depth / 2, rows of the block, 2], laid_depth the depth rounded up
-// to a multiple of LAID_INPUTS, zeros beyond depth. So a row takes laid_depth values of whatever
-// block it is in, and a block of one row is the row itself.
+// what is left. For amx a block is [laid_depth / 2, rows of the block, 2], for avx512_bf16
+// [rows of the block, laid_depth]; laid_depth is the depth rounded up to a multiple of LAID_INPUTS,
+// zeros beyond depth. So a row takes laid_depth values of whatever block it is in, and a block of one
+// row is the row itself.
 constexpr int LAID_BLOCK = 16;
 constexpr int LAID_INPUTS = 32;
 
@@ -78,6 +82,7 @@ extern const Kernels scalar_kernels;
 #if defined(HR_HAS_X86)
 extern const Kernels avx2_kernels;
 extern const Kernels avx512_kernels;
+extern const LaidKernels avx512_laid;
 extern const LaidKernels amx_laid;
 #endif
 #if defined(HR_HAS_NEON)

@@ -300,7 +300,7 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
         "--max-isa",
         choices=MAX_ISAS,
         help="the most that workers may use of the processor for experts; all give the same bits "
-        "but torch and, for bfloat16 experts, amx (default: best)",
+        "but torch and, for bfloat16 experts, avx512_bf16 and amx (default: best)",
     )
     group.add_argument(
         "--digest-logits",

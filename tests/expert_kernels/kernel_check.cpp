@@ -26,6 +26,7 @@ constexpr Shape SHAPES[] = {
     {300, 75, 0, 1, 0, HR_ACT_MUL, 2},
     {530, 420, 0, 0, 0, HR_ACT_MUL, 5},
     {290, 150, 0, 0, 0, HR_ACT_MUL, 35},
+    {1100, 40, 0, 0, 0, HR_ACT_MUL, 11},
 };
 
 // The tables of expert_store/formats.py for quantised weights; rows and biases are bfloat16 there.
@@ -130,10 +131,10 @@ bool is_equal(const Shape& shape, const Packing* packing, int dtype, int isa,
     return false;
 }
 
-// bfloat16 with AMX.
+// bfloat16 where there are instructions for its products.
 bool adds_in_its_own_order(const Shape& shape, const Packing* packing, int dtype, int isa) {
     return !packing && dtype == HR_BFLOAT16 && !shape.is_transposed &&
-           !std::strcmp(hr_isa_name(isa), "amx");
+           (!std::strcmp(hr_isa_name(isa), "avx512_bf16") || !std::strcmp(hr_isa_name(isa), "amx"));
 }
 
 // Within two roundings of the largest; a NaN is not.

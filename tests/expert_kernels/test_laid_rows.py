@@ -1,8 +1,9 @@
-"""bfloat16 experts on matrix tiles (AMX): a row alone has the bits that it has among others."""
+"""bfloat16 experts on instructions of their own: a row alone has the bits it has among others."""
 
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from tests.expert_kernels.test_native import (
     ALL_FORMS,
     ISAS,
+    LAID_ISAS,
     bits,
     exact,
     make_native,
@@ -17,7 +19,13 @@ from tests.expert_kernels.test_native import (
 )
 from tests.expert_kernels.test_reference import block_of, form_of, input_of
 
-pytestmark = pytest.mark.skipif("amx" not in ISAS, reason="no AMX here")
+if TYPE_CHECKING:
+    from expert_kernels.native import MaxIsa
+
+pytestmark = [
+    pytest.mark.skipif(not set(LAID_ISAS) & set(ISAS), reason="neither AVX512_BF16 nor AMX here"),
+    pytest.mark.parametrize("isa", [isa for isa in LAID_ISAS if isa in ISAS]),
+]
 
 FORMS = {name: form for name, form in ALL_FORMS.items() if not form.is_transposed} | {
     # Outputs: whole pairs of tiles, one tile more, a part of one; inputs: whole steps, or not.
@@ -32,8 +40,8 @@ MOST_ROWS = 131
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_row_alone_has_the_bits_it_has_among_any_number(name: str) -> None:
-    function = make_native(FORMS[name], "bfloat16", "amx", num_threads=3)
+def test_a_row_alone_has_the_bits_it_has_among_any_number(name: str, isa: MaxIsa) -> None:
+    function = make_native(FORMS[name], "bfloat16", isa, num_threads=3)
     tensors = function.tensors_of(block_of(function))
     x = input_of(function, MOST_ROWS)
     together = function(tensors, x)
@@ -45,9 +53,9 @@ def test_a_row_alone_has_the_bits_it_has_among_any_number(name: str) -> None:
         assert torch.equal(bits(some), bits(together[-num_rows:])), num_rows
 
 
-def test_rows_of_several_experts_in_any_order() -> None:
+def test_rows_of_several_experts_in_any_order(isa: MaxIsa) -> None:
     """As a step brings them: each expert takes rows of its own, none of them side by side."""
-    function = make_native(form_of(hidden_size=96, intermediate_size=80), "bfloat16", "amx", 2)
+    function = make_native(form_of(hidden_size=96, intermediate_size=80), "bfloat16", isa, 2)
     blocks = [function.tensors_of(block_of(function, seed)) for seed in range(4)]
     x = input_of(function, 40)
     expected = [function(tensors, x) for tensors in blocks]
@@ -66,10 +74,12 @@ def test_rows_of_several_experts_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("intermediate_size", [1, 23, 33, 63])
-def test_what_lies_beyond_a_row_of_the_weights_counts_for_nothing(intermediate_size: int) -> None:
+def test_what_lies_beyond_a_row_of_the_weights_counts_for_nothing(
+    intermediate_size: int, isa: MaxIsa
+) -> None:
     """The end of a row is read together with what follows it, which may be no number."""
     form = form_of("act", hidden_size=51, intermediate_size=intermediate_size, activation="linear")
-    function = make_native(form, "bfloat16", "amx")
+    function = make_native(form, "bfloat16", isa)
     tensors = function.tensors_of(block_of(function))
     x = input_of(function, 18)
     expected = function(tensors, x)
@@ -80,9 +90,9 @@ def test_what_lies_beyond_a_row_of_the_weights_counts_for_nothing(intermediate_s
     assert torch.equal(bits(found[:, others]), bits(expected[:, others]))
 
 
-def test_memory_behind_the_last_weight_is_not_counted() -> None:
+def test_memory_behind_the_last_weight_is_not_counted(isa: MaxIsa) -> None:
     form = form_of("act", hidden_size=21, intermediate_size=5, activation="linear")
-    function = make_native(form, "bfloat16", "amx")
+    function = make_native(form, "bfloat16", isa)
     block = block_of(function)
     expected = function(function.tensors_of(block), input_of(function, 3))
     room = torch.full((block.numel() + 4096,), 0xFF, dtype=torch.uint8)  # 0xffff: not a number

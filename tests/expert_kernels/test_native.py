@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import pytest
 import torch
 
+from cpu_worker.isa import read_isa
 from expert_kernels import native
 from expert_kernels.native import MaxIsa, NativeExpertFunction, make_expert_function
 from expert_kernels.native_library import (
@@ -77,6 +78,8 @@ ODD = {
 }
 ALL_FORMS = FORMS | ODD
 NUM_ROWS = (1, 2, 3, 4, 12, 13, 33)
+#: Those that multiply pairs of bfloat16 numbers, each in an order of its own.
+LAID_ISAS = ("avx512_bf16", "amx")
 
 
 def make_native(
@@ -86,8 +89,9 @@ def make_native(
 
 
 def adds_in_its_own_order(isa: str, form: ExpertForm, dtype: str) -> bool:
-    """bfloat16 with AMX: near to the scalar kernels; the same bits for any rows and threads."""
-    return isa == "amx" and dtype == "bfloat16" and not form.is_transposed
+    """bfloat16 where there are instructions for its products: near to the scalar kernels; the same
+    bits for any rows and threads."""
+    return isa in LAID_ISAS and dtype == "bfloat16" and not form.is_transposed
 
 
 def assert_nearly_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -362,3 +366,14 @@ def test_a_library_that_is_none_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"no library at all")
     with pytest.raises(NativeLibraryError, match=r"headrace_experts\.so cannot be loaded"):
         open_library([path])
+
+
+@needs_library
+def test_bfloat16_instructions_of_the_processor_are_found() -> None:
+    flags = read_isa(Path("/")).split()
+    if "avx512_bf16" not in flags:
+        pytest.skip("no AVX512_BF16 here")
+    assert "avx512_bf16" in ISAS
+    if "amx_bf16" not in flags:
+        function = make_expert_function(layout_of(FORMS["plain"], "bfloat16"))
+        assert function.isa == "avx512_bf16"

@@ -8,7 +8,7 @@ a sample during which the other branch worked. A sample of d seconds moved
 
 bytes, and is solved for the rate that had the larger part, with the present estimate of the other.
 For that, both branches of a layer-step must be known: samples wait until `settle`, which is called
-at the join.
+between two layer-steps, though not after each; until then no interval is forgotten.
 
 *Robust.* Samples below `min_bytes` or of no duration say nothing and are dropped. An estimate is
 the median of the last `WINDOW` samples of its kind, the calibrated rate standing in for those that
@@ -32,6 +32,7 @@ Pure: no clock; times are the stamps that came with the samples.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from typing import TYPE_CHECKING, Literal
 
@@ -51,7 +52,7 @@ FOLLOW_PART = 0.05
 DRIFT_PART = 0.25
 TWIN_PART = 1.0
 MIN_SAMPLE_BYTES = 1 << 20
-#: Intervals of the other branch that may still overlap a sample.
+#: Intervals of a branch that were settled and may still overlap a later sample of the other.
 _REMEMBERED_INTERVALS = 64
 #: A sample is solved for a rate that had at least this part of it.
 _CLEAR_PART = 0.7
@@ -109,10 +110,7 @@ class RateEstimates:
         self._costs = self._calibrated = costs
         self._min_bytes = min_bytes
         self._waiting: dict[Branch, list[_Sample]] = {"link": [], "cpu": []}
-        self._intervals: dict[Branch, deque[_Sample]] = {
-            "link": deque(maxlen=_REMEMBERED_INTERVALS),
-            "cpu": deque(maxlen=_REMEMBERED_INTERVALS),
-        }
+        self._intervals: dict[Branch, list[_Sample]] = {"link": [], "cpu": []}
         self._windows: dict[tuple[Branch, bool], deque[float]] = {}
         #: Seconds per byte of the same samples and of older ones, in the order they came.
         self._times: dict[tuple[Branch, bool], deque[float]] = {}
@@ -147,12 +145,24 @@ class RateEstimates:
         """Take in what has come since the last call; what has drifted, each drift once."""
         touched: set[tuple[Branch, bool]] = set()
         for branch, samples in self._waiting.items():
-            others = self._intervals["cpu" if branch == "link" else "link"]
+            if not samples:
+                continue
+            others = sorted(self._intervals["cpu" if branch == "link" else "link"], key=_start_ns)
+            first = reached_ns = 0
             for sample in samples:
-                kind = self._learn(branch, sample, others)
+                # They come in the order of their starts, mostly: no need to look at all others.
+                if sample.start_ns < reached_ns:
+                    first = 0
+                reached_ns = sample.start_ns
+                while first < len(others) and others[first].end_ns <= sample.start_ns:
+                    first += 1
+                last = bisect_left(others, sample.end_ns, first, key=_start_ns)
+                kind = self._learn(branch, sample, others[first:last])
                 if kind is not None:
                     touched.add(kind)
             samples.clear()
+        for intervals in self._intervals.values():
+            del intervals[:-_REMEMBERED_INTERVALS]
         return self._follow(touched) if touched else []
 
     # ---- inside ----

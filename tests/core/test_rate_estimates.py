@@ -127,6 +127,24 @@ def test_standstills_that_come_back_are_lost_time(every: int) -> None:
     assert feed.estimates.costs.cpu_bytes_per_s == pytest.approx(40e9, rel=0.06)
 
 
+@pytest.mark.parametrize("num_steps", [1, 40, 200])
+def test_how_often_it_settles_does_not_decide_what_was_beside_what(num_steps: int) -> None:
+    """Each layer-step has a CPU batch beside two fills; 200 of them are many more samples than are
+    remembered once they are settled."""
+    estimates = RateEstimates(COSTS)
+    begin = 0
+    for number in range(200):
+        estimates.executed(24 * MB, begin, begin + 1_000_000)
+        estimates.filled(4 * MB, begin, begin + 500_000)
+        estimates.filled(4 * MB, begin + 500_000, begin + 1_000_000)
+        begin += 1_100_000
+        if number % num_steps == num_steps - 1:
+            estimates.settle()
+    costs = estimates.costs
+    assert costs.cpu_beside_link_bytes_per_s == pytest.approx(24e9, rel=1e-3)
+    assert costs.cpu_bytes_per_s == 40e9
+
+
 def test_tiny_empty_and_backward_samples_are_ignored() -> None:
     estimates = RateEstimates(COSTS)
     for _ in range(20):

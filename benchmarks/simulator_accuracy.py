@@ -8,7 +8,9 @@ until each begins, gaps between copies and until the device takes what has lande
 a layer, the device's time per expert, hand-overs. With these the simulator replays the same steps,
 the prompt before them as well. What is compared is the mean time of a decode step; `error` is the
 prediction over the measurement, less 1. All costs are plain means, for only these add up to a mean,
-on a busy machine too.
+on a busy machine too; and they scatter about them as they did in the run (`error_by_means`: without
+that), because a layer waits for the later of two branches. `floor_part` of the layer-steps with
+misses were given to one branch alone by the floor rule, which the simulator has too.
 
 That is a test of the simulator's model, not of its foresight: its costs are those of the run.
 """
@@ -28,11 +30,15 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.adaptive_split import PROMPT, Bench
 from orchestrator.core.fluid_split import BranchCosts
-from orchestrator.core.split_rules import make_planner
 from orchestrator.simulate.bounds import shape_of
+from orchestrator.simulate.machine import Scatter, Scattered
 from orchestrator.simulate.replay import Replay
 from orchestrator.simulate.trace import read_trace
 
+#: Replays whose mean is the prediction, each with draws of its own.
+NUM_DRAWS = 5
+#: In the reason of a layer-step that the floor rule gave to one branch alone.
+FLOOR = "to see whether that is faster"
 #: Planner and fill-behind.
 WAYS = (("fluid", "auto"), ("fill-only", "off"), ("cpu-only", "off"))
 
@@ -63,30 +69,42 @@ def compare(bench: Bench, records: list[dict], planner: str, behind: str) -> dic
     decode = [r for r in layers if r["num_rows"] == 1]
     header = next(r for r in records if r["kind"] == "log")
     steps = [r for r in records if r["kind"] == "step" and r["num_tokens"] == 1]
-    costs, layer_s, rest_s = costs_of(decode, steps, header["expert_bytes"])
+    costs, layer_s, rest_s, seen = costs_of(decode, steps, header["expert_bytes"])
     prompt_tokens = len(PROMPT.encode())
     trace = read_trace(bench.routing)
     trace = type(trace)(trace.ids[:, : bench.options.layers], trace.num_experts, trace.model,
                         header["expert_bytes"])  # fmt: skip
-    replay = Replay(
-        shape_of(trace), costs, num_slots=header["num_slots"], policy="reuse-tables",
-        planner=make_planner(planner, costs), fill_behind=behind, dense_s=layer_s,
-    )  # fmt: skip
-    before = replay.run(trace.part(0, prompt_tokens))
-    after = replay.run(trace.part(prompt_tokens, len(steps)))
-    predicted_s = (after.time_s - before.time_s) / len(steps) + rest_s
+
+    def predict(scatter: Scatter | None) -> tuple[float, float, float]:
+        """(seconds, hits, demanded fills) of all steps."""
+        replay = Replay(
+            shape_of(trace), costs, num_slots=header["num_slots"], policy="reuse-tables",
+            planner=planner, fill_behind=behind, dense_s=layer_s, is_learning=True,
+            scatter=scatter,
+        )  # fmt: skip
+        before = replay.run(trace.part(0, prompt_tokens))
+        after = replay.run(trace.part(prompt_tokens, len(steps)))
+        took_s = after.time_s - before.time_s
+        return took_s, after.hits - before.hits, after.fills - before.fills
+
+    drawn = [predict(Scatter(seen, seed)) for seed in range(NUM_DRAWS)]
+    took_s, hits, fills = (mean(list(values)) for values in zip(*drawn, strict=True))
+    predicted_s = took_s / len(steps) + rest_s
+    by_means_s = predict(None)[0] / len(steps) + rest_s
     measured_s = mean([(r["done_ns"] - r["started_ns"]) * 1e-9 for r in steps])
     num_accesses = sum(len(r["hits"]) + r["m"] for r in decode)
     return {
         "planner": planner,
+        "floor_part": mean([FLOOR in r["reason"] for r in decode if r["m"]]),
         "fill_behind": behind,
         "measured_ms": measured_s * 1e3,
         "predicted_ms": predicted_s * 1e3,
         "error": predicted_s / measured_s - 1,
+        "error_by_means": by_means_s / measured_s - 1,
         "measured_hit_rate": sum(len(r["hits"]) for r in decode) / num_accesses,
-        "predicted_hit_rate": (after.hits - before.hits) / num_accesses,
+        "predicted_hit_rate": hits / num_accesses,
         "measured_fills": sum(len(r["fills"]) for r in decode),
-        "predicted_fills": after.fills - before.fills,
+        "predicted_fills": fills,
         "costs": {name: getattr(costs, name) for name in costs.__struct_fields__},
         "layer_us": layer_s * 1e6,
         "rest_us": rest_s * 1e6,
@@ -104,8 +122,9 @@ def mean(values: list[float]) -> float:
 
 def costs_of(
     layers: list[dict], steps: list[dict], expert_bytes: int
-) -> tuple[BranchCosts, float, float]:
-    """(costs, dense time and hand-over per layer, what a step takes beside its layers), seconds."""
+) -> tuple[BranchCosts, float, float, dict[Scattered, list[float]]]:
+    """(costs, dense time and hand-over per layer, what a step takes beside its layers, how its
+    costs scatter), seconds."""
     spans: dict[str, list[float]] = {"link": [], "link+": [], "cpu": [], "cpu+": []}
     link_starts, cpu_starts, gaps, pickups, gpu, joins = [], [], [], [], [], []
     for layer in layers:
@@ -150,7 +169,20 @@ def costs_of(
     )
     layer_s = mean([layer["dense_ns"] * 1e-9 for layer in layers]) + mean(joins)
     rest_s = mean([(step["done_ns"] - step["joined_ns"]) * 1e-9 for step in steps])
-    return costs, layer_s, rest_s
+    scatter: dict[Scattered, list[float]] = {
+        "link": [*parts(spans["link"]), *parts(spans["link+"])],
+        "cpu": [*parts(spans["cpu"]), *parts(spans["cpu+"])],
+        "link_start": link_starts,
+        "cpu_start": cpu_starts,
+        "device": gpu,
+    }
+    return costs, layer_s, rest_s, scatter
+
+
+def parts(times: list[float]) -> list[float]:
+    """Of their mean: what both rates of a branch have in common."""
+    usual = mean(times)
+    return [time / usual for time in times]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from orchestrator.core.fill_choice import FillBehindMode
-from orchestrator.core.split_rules import make_planner
 from orchestrator.settings import DEFAULT_FILL_BEHIND, DEFAULT_PLANNER, DEFAULT_POLICY
 from orchestrator.simulate.bounds import shape_of
 from orchestrator.simulate.machine import VirtualMachine
@@ -55,7 +54,7 @@ def replay(
         costs,
         num_slots=num_slots,
         policy=way.policy,
-        planner=make_planner(way.planner, costs),
+        planner=way.planner,
         fill_behind=way.fill_behind,
         dense_s=dense_s,
         prefetch=way.prefetch,

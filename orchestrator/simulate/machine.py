@@ -5,22 +5,64 @@ other one (`BranchCosts`). A demanded fill always goes first; a copy behind is p
 goes on later, as chunks do that pass a link in order of priority. A copy behind that may not run
 beside the CPU is paused while the CPU works.
 
+A layer-step ends with the later of two branches, and the mean of the later one is more than the
+later of two means. So a machine may scatter (`Scatter`): what a layer-step costs is then drawn from
+what was seen of each cost.
+
 Times are seconds, sizes bytes; nothing here knows what is copied.
 """
 
 from __future__ import annotations
 
+import random
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from orchestrator.core.fluid_split import BranchCosts
 
 T = TypeVar("T")
+Span = tuple[float, float]
+#: The time per byte of either branch, the time until it begins, and the device's time per expert.
+Scattered = Literal["link", "cpu", "link_start", "cpu_start", "device"]
 
 # Below a byte nothing is left; rates times times seldom add up to whole bytes.
 _WHOLE = 0.5
+
+
+class Scatter:
+    """What times are in parts of their mean, draw after draw; the same draws for the same seed."""
+
+    def __init__(self, seen: Mapping[Scattered, Sequence[float]], seed: int = 0) -> None:
+        """`seen`: times of a cost, in any unit; one of which none were seen keeps its mean.
+        ValueError if one is negative."""
+        self._chance = random.Random(seed)
+        self._parts: dict[Scattered, list[float]] = {}
+        for name, times in seen.items():
+            if min(times, default=0.0) < 0:
+                raise ValueError(f"a time of {name} cannot be {min(times)}")
+            total = sum(times)
+            if total:
+                self._parts[name] = [time * len(times) / total for time in times]
+
+    def draw(self, name: Scattered) -> float:
+        """The next time of `name`, in parts of its mean."""
+        parts = self._parts.get(name)
+        return self._chance.choice(parts) if parts else 1.0
+
+
+@dataclass
+class Worked:
+    """What the branches did in one layer-step, on the machine's clock."""
+
+    #: From first to last byte of each fill, and of the CPU's part.
+    fills: list[Span] = field(default_factory=list)
+    cpu: Span | None = None
+    #: What the device took for each expert.
+    expert_s: float = 0.0
 
 
 @dataclass
@@ -33,12 +75,15 @@ class _Behind(Generic[T]):
 class VirtualMachine(Generic[T]):
     """`now_s` moves on with every call; busy times count what each branch worked."""
 
-    def __init__(self, costs: BranchCosts) -> None:
+    def __init__(self, costs: BranchCosts, scatter: Scatter | None = None) -> None:
         self.costs = costs
+        self._scatter = scatter or Scatter({})
         self.now_s = 0.0
         self.link_busy_s = 0.0
         self.cpu_busy_s = 0.0
         self.num_copied_bytes = 0.0
+        #: Of the latest `run`.
+        self.worked = Worked()
         self._behind: deque[_Behind[T]] = deque()
 
     @property
@@ -63,15 +108,22 @@ class VirtualMachine(Generic[T]):
     def run(self, num_fills: int, cpu_weight: float, num_hits: int = 0) -> list[T]:
         """A layer-step's experts, until all are done: hits on the device, fills over the link and
         then on the device, the rest on the CPU. The device takes one after the other."""
-        costs = self.costs
+        costs, draw = self.costs, self._scatter.draw
         ended: list[T] = []
+        worked = self.worked = Worked(expert_s=costs.gpu_expert_s * draw("device"))
+        begin_s = self.now_s
         fills_left = num_fills
-        fill_left = float(costs.expert_bytes)  # of the one on the link
-        cpu_left = cpu_weight * costs.expert_bytes
-        link_wait_s = costs.link_fixed_s + num_fills * costs.fill_fixed_s if num_fills else 0.0
-        cpu_wait_s = costs.cpu_fixed_s if cpu_left else 0.0
-        device_s = num_hits * costs.gpu_expert_s
+        # Bytes that take longer are as good as more bytes. This is what is left of one fill.
+        fill_left = costs.expert_bytes * draw("link") if num_fills else 0.0
+        cpu_left = cpu_weight * costs.expert_bytes * draw("cpu") if cpu_weight else 0.0
+        link_wait_s = cpu_wait_s = 0.0
+        if num_fills:
+            link_wait_s = costs.link_fixed_s * draw("link_start") + num_fills * costs.fill_fixed_s
+        if cpu_left:
+            cpu_wait_s = costs.cpu_fixed_s * draw("cpu_start")
+        device_s = num_hits * worked.expert_s
         elapsed_s = 0.0
+        link_began_s, cpu_began_s = link_wait_s, cpu_wait_s
         while fills_left or cpu_left > 0:
             is_cpu = cpu_left > 0 and cpu_wait_s <= 0
             is_link = fills_left > 0 and link_wait_s <= 0
@@ -97,7 +149,6 @@ class VirtualMachine(Generic[T]):
             if is_link:
                 fill_left = _left(fill_left - span_s * link_rate)
                 self.link_busy_s += span_s
-                self.num_copied_bytes += span_s * link_rate
             elif is_behind:
                 self._pass_behind(span_s, link_rate, ended)
             if is_cpu:
@@ -105,10 +156,15 @@ class VirtualMachine(Generic[T]):
                 self.cpu_busy_s += span_s
             link_wait_s, cpu_wait_s = link_wait_s - span_s, cpu_wait_s - span_s
             elapsed_s += span_s
+            if is_cpu and not cpu_left:
+                worked.cpu = begin_s + cpu_began_s, begin_s + elapsed_s
             if is_link and not fill_left:  # the device begins with it while the next one is sent
+                worked.fills.append((begin_s + link_began_s, begin_s + elapsed_s))
+                self.num_copied_bytes += costs.expert_bytes
                 fills_left -= 1
-                fill_left = float(costs.expert_bytes)
-                device_s = max(device_s, elapsed_s) + costs.gpu_expert_s
+                fill_left = costs.expert_bytes * draw("link") if fills_left else 0.0
+                link_began_s = elapsed_s
+                device_s = max(device_s, elapsed_s) + worked.expert_s
         self.now_s += elapsed_s
         rest_s = device_s - elapsed_s
         if rest_s > 0:

@@ -1,9 +1,11 @@
-"""A trace through the directory, the policy and the planner that serve, on a virtual clock.
+"""A trace through the directory, the policy and the split that serve, on a virtual clock.
 
 Each layer-step is handled as `ExpertDispatch` handles it: the policy is told what the router chose,
-hits are pinned and refreshed, misses are ranked and admitted, the planner splits them, fills
-reserve and commit, and everything is unpinned at the join. Only the workers are replaced, by
-`VirtualMachine`.
+hits are pinned and refreshed, `AdaptiveSplit` decides about the misses, fills reserve and commit,
+and everything is unpinned at the join. Only the workers are replaced, by `VirtualMachine`.
+
+Costs are either *stated*, and then nothing is learned from the machine; or they are where learning
+begins, as while serving: every fill and every CPU batch is a sample, and the floor rule probes.
 
 An expert that is on its way behind and demanded meanwhile runs on the CPU: nothing is used before
 it is whole.
@@ -15,8 +17,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from orchestrator.core.adaptive_split import AdaptiveSplit
 from orchestrator.core.directory import ExpertDirectory
-from orchestrator.core.fill_choice import DEFAULT_MAX_BEHIND, FillBehind, FillChoice
+from orchestrator.core.events import CoreConfig
+from orchestrator.core.fill_choice import DEFAULT_MAX_BEHIND
 from orchestrator.core.foresight import Foresight
 from orchestrator.core.planner import DemandMemory
 from orchestrator.core.policies import DeferringPolicy, DemandShape, make_policy
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
     from orchestrator.core.directory import Reservation
     from orchestrator.core.fill_choice import FillBehindMode
     from orchestrator.core.fluid_split import BranchCosts
-    from orchestrator.core.split_rules import Planner
+    from orchestrator.simulate.machine import Scatter
     from orchestrator.simulate.trace import RoutingTrace
     from protocol.messages import ExpertKey, SlotId
 
@@ -79,22 +83,42 @@ class Replay:
         *,
         num_slots: int,
         policy: str,
-        planner: Planner,
+        planner: str,
         fill_behind: FillBehindMode,
         dense_s: float,
         prefetch: int = 0,
+        is_learning: bool = False,
+        scatter: Scatter | None = None,
     ) -> None:
-        """`prefetch`: layers ahead, 0 for none. ValueError if the policy is unknown or there is no
-        slot."""
+        """`prefetch`: layers ahead, 0 for none. `is_learning`: `costs` are measured, not stated.
+        `scatter`: how the machine's times scatter. ValueError if the policy or the planner is
+        unknown or there is no slot."""
         self._shape = shape
         eviction = make_policy(policy, shape, load_kernel())
         self.directory = ExpertDirectory(num_slots, eviction)
         self._deferring = eviction if isinstance(eviction, DeferringPolicy) else None
-        self._planner = planner
         self._memory = DemandMemory(num_slots + _REMEMBERED_TOKENS * shape.num_layers * shape.top_k)
-        self._choice = FillChoice(eviction, self._memory.last_demand)
-        self._behind = FillBehind(fill_behind, costs)
-        self.machine: VirtualMachine[Reservation] = VirtualMachine(costs)
+        stated = None if is_learning else costs.cpu_bytes_per_s
+        config = CoreConfig(
+            shape.num_layers,
+            shape.top_k,
+            costs.expert_bytes,
+            num_slots,
+            max_rows=1,
+            max_sequence_tokens=1,
+            planner=planner,
+            fill_behind=fill_behind,
+            costs=costs,
+            host_bytes_per_s=stated,
+        )
+        self._split = AdaptiveSplit(
+            config,
+            eviction,
+            self._memory.last_demand,
+            costs.cpu_bytes_per_s,
+            costs.link_bytes_per_s,
+        )
+        self.machine: VirtualMachine[Reservation] = VirtualMachine(costs, scatter)
         self._foresight = Foresight(shape, prefetch) if prefetch else None
         self._dense_s = dense_s
         self._gpu_s = costs.gpu_expert_s
@@ -120,6 +144,11 @@ class Replay:
             copied_bytes=machine.num_copied_bytes,
         )
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Hits, fills that were waited for, and experts on the CPU, so far."""
+        return self.directory.hits, self._fills, self._cpu_experts
+
     def layer_step(self, layer: int, experts: list[int]) -> None:
         """Attention and router, then the experts, until the join."""
         directory, machine = self.directory, self.machine
@@ -127,56 +156,75 @@ class Replay:
         self._num_layer_steps += 1
         keys: list[ExpertKey] = [(layer, expert) for expert in experts]  # type: ignore[misc]
         directory.layer_step(layer, experts)  # type: ignore[arg-type]
-        pinned: list[SlotId] = []
-        misses: list[ExpertKey] = []
-        num_on_the_way = 0
-        for key in keys:
-            slot = directory.slot_of(key)
-            if slot is not None:
-                directory.pin(slot)
-                directory.refresh(key)
-                pinned.append(slot)
-            elif directory.is_filling(key):
-                directory.refresh(key)
-                num_on_the_way += 1
-            else:
-                misses.append(key)
-        num_hits = len(pinned)
-        num_missing = len(misses) + num_on_the_way
-        if num_missing:
-            candidates = self._choice.candidates(directory, misses)
-            split = self._planner.plan(
-                num_missing, candidates.num_admitted, has_cpu=True, has_link=True
-            )
-            # Mode "all" may say more than can be placed at once; what is over goes in waves over
-            # the same link, through slots that are free again, and is not kept.
-            num_fills = min(split.num_fills, candidates.num_admitted)
-            num_waves = split.num_fills - num_fills
-            num_cpu = num_missing - split.num_fills
-            behind = self._behind.choose(candidates, split.num_fills, machine.num_behind)
-            filled = [self._reserve(key) for key in candidates.ranked[:num_fills]]
-            for reservation in filled:
-                directory.pin(reservation.slot)
-                pinned.append(reservation.slot)
-            for copy in behind:
-                machine.copy_behind(self._reserve(copy.key), is_beside_cpu=copy.is_beside_cpu)
-            self._fills += num_fills + num_waves
-            self._fills_behind += len(behind)
-            self._cpu_experts += num_cpu
-            landed = machine.run(num_fills + num_waves, num_cpu, num_hits)
-            self._commit(filled)
-            self._commit(landed)
-        elif num_hits and self._gpu_s:
-            self._commit(machine.compute(num_hits * self._gpu_s))
-        if self._choice.needs_last_demand:
+        hits, pinned, misses = directory.demand(keys)
+        if misses:
+            self._run_misses(len(hits), misses, pinned)
+        elif self._gpu_s:
+            self._commit(machine.compute(len(hits) * self._gpu_s))
+        if self._split.needs_last_demand:
             self._memory.demanded(keys)
         for slot in pinned:
             directory.unpin(slot)
         if self._deferring is not None:
             self._deferring.settle()
+        self._split.settle()
         if self._foresight is not None:
             self._foresight.chose(layer, experts)  # type: ignore[arg-type]
             self._prefetch(self._foresight.expected(layer))  # type: ignore[arg-type]
+
+    def _run_misses(self, num_hits: int, misses: list[ExpertKey], pinned: list[SlotId]) -> None:
+        """Decide about `misses`, and let the machine do it. Slots that are filled join `pinned`."""
+        directory, machine = self.directory, self.machine
+        num_misses, begin_s = len(misses), machine.now_s
+        arriving = [key for key in misses if directory.is_filling(key)]
+        for key in arriving:
+            misses.remove(key)
+        was_link_idle = not machine.num_behind
+        decision = self._split.decide(
+            directory,
+            misses,
+            arriving,
+            None,
+            has_cpu=True,
+            has_link=True,
+            num_in_flight=machine.num_behind,
+        )
+        filled: list[Reservation] = []
+        for key in decision.fills:
+            reservation = directory.reserve(key)
+            # What finds no slot goes over the same link in a wave, through one that is free again;
+            # it is not kept here.
+            if reservation is not None:
+                directory.pin(reservation.slot)
+                filled.append(reservation)
+        pinned += [reservation.slot for reservation in filled]
+        for copy in decision.behind:
+            machine.copy_behind(self._reserve(copy.key), is_beside_cpu=copy.is_beside_cpu)
+        num_fills, num_cpu = len(decision.fills), len(decision.cpu)
+        self._fills += num_fills
+        self._fills_behind += len(decision.behind)
+        self._cpu_experts += num_cpu
+        landed = machine.run(num_fills, num_cpu, num_hits)
+        self._commit(filled)
+        self._commit(landed)
+        self._tell(begin_s, num_misses, num_cpu, was_link_idle=was_link_idle)
+
+    def _tell(self, begin_s: float, num_misses: int, num_cpu: int, *, was_link_idle: bool) -> None:
+        """The split hears what its workers would report of this layer-step."""
+        split, worked = self._split, self.machine.worked
+        begin_ns, end_ns = _ns(begin_s), 0
+        for index, (start_s, end_s) in enumerate(worked.fills):
+            start_ns, end_ns = _ns(start_s), _ns(end_s)
+            split.filled(self.machine.costs.expert_bytes, start_ns, end_ns)
+            if not index and was_link_idle:
+                split.took("link_fixed_s", start_ns - begin_ns)
+            split.took("gpu_expert_s", _ns(worked.expert_s))
+        if worked.cpu is not None:
+            start_ns, cpu_end_ns = _ns(worked.cpu[0]), _ns(worked.cpu[1])
+            split.executed(num_cpu, [1] * num_cpu, start_ns, cpu_end_ns)
+            split.took("cpu_fixed_s", start_ns - begin_ns)
+            end_ns = max(end_ns, cpu_end_ns)
+        split.joined(num_misses, end_ns - begin_ns)
 
     def _prefetch(self, expected: list[ExpertKey]) -> None:
         directory, machine = self.directory, self.machine
@@ -195,3 +243,7 @@ class Replay:
     def _commit(self, reservations: list[Reservation]) -> None:
         for reservation in reservations:
             self.directory.commit(reservation.slot, reservation.generation)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.core.fluid_split import BranchCosts, predicted_s
-from orchestrator.simulate.machine import VirtualMachine
+from orchestrator.simulate.machine import Scatter, VirtualMachine
 
 MB = 1_000_000
 COSTS = BranchCosts.residual(10 * MB, 10e9, 40e9)
@@ -87,3 +87,41 @@ def test_a_branch_that_never_ends_is_said() -> None:
     machine: VirtualMachine[str] = VirtualMachine(BranchCosts(MB, 1e9, 1e9, 0.0, 0.0))
     with pytest.raises(ValueError, match="never ends"):
         machine.run(0, 1)
+
+
+def test_what_each_branch_did_is_known() -> None:
+    costs = BranchCosts(10 * MB, 10e9, 10e9, 40e9, 40e9, cpu_fixed_s=1e-4, link_fixed_s=2e-4)
+    machine: VirtualMachine[str] = VirtualMachine(costs)
+    machine.compute(1e-3)
+    machine.run(2, 1)
+    first, second = machine.worked.fills
+    assert first == pytest.approx((1.2e-3, 2.2e-3))
+    assert second == pytest.approx((2.2e-3, 3.2e-3))
+    assert machine.worked.cpu == pytest.approx((1.1e-3, 1.35e-3))
+    machine.run(0, 2)
+    assert machine.worked.fills == []
+
+
+def test_times_that_scatter_keep_their_mean_and_are_the_same_for_a_seed() -> None:
+    def seconds(seed: int, runs: int, fills: int) -> float:
+        scatter = Scatter({"cpu": [5.0, 5.0, 10.0, 20.0], "link": [3.0, 1.0]}, seed)
+        machine: VirtualMachine[str] = VirtualMachine(COSTS, scatter)
+        for _ in range(2000):
+            machine.run(fills, runs)
+        return machine.now_s
+
+    assert seconds(1, 2, 0) == seconds(1, 2, 0) != seconds(2, 2, 0)
+    plain: VirtualMachine[str] = VirtualMachine(COSTS)
+    plain.run(0, 2)
+    assert seconds(1, 2, 0) == pytest.approx(2000 * plain.now_s, rel=0.05)
+
+
+def test_the_mean_of_the_later_branch_is_more_than_the_later_mean() -> None:
+    """Each branch takes 1 ms, or by turns of chance 0.5 and 1.5: the later one then takes 1.25."""
+    costs = BranchCosts(10 * MB, 10e9, 10e9, 10e9, 10e9)
+    machine: VirtualMachine[str] = VirtualMachine(costs, Scatter({"cpu": [1, 3], "link": [1, 3]}))
+    for _ in range(2000):
+        machine.run(1, 1)
+    assert machine.now_s == pytest.approx(2000 * 1.25e-3, rel=0.02)
+    with pytest.raises(ValueError, match="a time of cpu"):
+        Scatter({"cpu": [1.0, -1.0]})

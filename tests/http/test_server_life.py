@@ -116,6 +116,7 @@ def test_the_page_shows_figures_and_asks_nobody_else(
 
 def test_the_first_signal_drains_and_the_second_ends(keyless: tuple[Processes, Server]) -> None:
     _, server = keyless
+    server.wait_until_ready()  # nobody else has waited where this test runs alone
     with ThreadPoolExecutor(2) as pool:
         short = pool.submit(read_stream, server, NUM_SHORT)
         wait_until(lambda: running(server) == 1)

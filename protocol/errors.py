@@ -6,6 +6,8 @@ prints its sentence and leaves with its exit code. Everything else is a fault of
 
 from __future__ import annotations
 
+import unicodedata
+
 EXIT_OK = 0
 #: Something unexpected; a supervisor may start the process again.
 EXIT_FAULT = 1
@@ -15,10 +17,30 @@ EXIT_USER_ERROR = 2
 EXIT_DO_NOT_RESTART = 3
 
 
+def visible(text: str) -> str:
+    """`text` with control characters written out, line breaks and tabs aside."""
+    if text.isprintable():
+        return text
+    return "".join(
+        sign.encode("unicode_escape").decode() if _steers(sign) else sign for sign in text
+    )
+
+
+def _steers(sign: str) -> bool:
+    return unicodedata.category(sign) in ("Cc", "Cf", "Cs") and sign not in "\n\t"
+
+
 class UserError(Exception):
-    """Bad input or surroundings, told in one sentence: what is wrong, where, what to do."""
+    """Bad input or surroundings, told in one sentence: what is wrong, where, what to do.
+
+    A sentence may quote names that others chose, and it is meant for a terminal: what would steer
+    that is written out (an escape as \\x1b).
+    """
 
     exit_code = EXIT_USER_ERROR
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(visible(sentence))
 
 
 class ProtocolError(Exception):

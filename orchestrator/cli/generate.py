@@ -16,6 +16,7 @@ from orchestrator.cli.options import (
     given_pipeline_flags,
     pipeline_arguments,
 )
+from orchestrator.cli.prompt import add_prompt_flags, prompt_of
 from protocol.errors import EXIT_FAULT, EXIT_OK, UserError
 from protocol.worker_flags import number
 
@@ -34,6 +35,7 @@ _EPILOG = """\
 examples:
   headrace generate --model models/demo --slots 25% --prompt "The function returns"
   headrace generate --model DIR --prompt "Hello" --device cuda --slots 2000 --max-tokens 500
+  headrace generate --model DIR --prompt-file question.txt --max-tokens 500
   headrace generate --run-dir /run/user/1000/headrace --prompt "Hello" --json"""
 
 #: Until the workers are ready: a large model loads its dense part for minutes from a cold disk.
@@ -62,9 +64,7 @@ def add_flags(parser: argparse.ArgumentParser, *, is_prompt_required: bool = Tru
     add_model(parser, required=False)
     add_run_dir(parser, "with --model a fresh private one, else one per user")
     group = parser.add_argument_group("the text")
-    group.add_argument(
-        "--prompt", metavar="TEXT", required=is_prompt_required, help="the text to continue"
-    )
+    add_prompt_flags(group, is_required=is_prompt_required)
     group.add_argument(
         "--max-tokens",
         type=number(int, 1, "tokens"),
@@ -122,7 +122,7 @@ def run_generate(options: argparse.Namespace) -> int:
     from orchestrator.cli.interrupts import Interrupts
 
     sampling = _sampling(options)
-    _check_text(options.prompt)
+    options.prompt = prompt_of(options)
     if options.model is not None:
         from orchestrator.cli.own_pipeline import OwnPipeline
 
@@ -261,17 +261,6 @@ def _continue(
         else:
             report.print_table(finished, options.max_tokens)
     return finished
-
-
-def _check_text(prompt: str) -> None:
-    """What is no text cannot be a prompt: arguments arrive as bytes, of whatever kind."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise UserError(
-            "The prompt is not valid UTF-8; check the encoding of the terminal or script that "
-            "gives it."
-        ) from None
 
 
 def _check_prompt(options: argparse.Namespace) -> None:

@@ -40,9 +40,10 @@ def run(options: argparse.Namespace) -> int:
     """Returns the exit code; raises UserError."""
     if options.action == "show":
         return _show(options.file, is_json=options.json)
-    for flag in ("model", "prompt"):
-        if getattr(options, flag) is None:
-            raise UserError(f"headrace trace record needs --{flag}; see headrace trace --help.")
+    if options.model is None:
+        raise UserError("headrace trace record needs --model; see headrace trace --help.")
+    if options.prompt is None and options.prompt_file is None:
+        raise UserError("headrace trace record needs --prompt; see headrace trace --help.")
     options.record_routing = options.file
     return run_generate(options)
 

@@ -13,12 +13,16 @@ from orchestrator.cli import plan
 from orchestrator.cli.terminal import console_for
 from orchestrator.fit import Question
 from orchestrator.load_progress import LoadProgress
+from protocol.errors import UserError
 from tests.orchestrator.test_fit import ask
 
 if TYPE_CHECKING:
     import pytest
 
 NAME = "x/gptq[int4] [/red] :smile:"
+#: Would clear the screen, colour what follows and write backwards.
+STEERING = "a\x1b[2J\x1b[31mb\u202ec\rd\x9b"
+SHOWN = r"a\x1b[2J\x1b[31mb\u202ec\rd\x9b"
 
 
 def test_a_console_shows_text_as_it_stands() -> None:
@@ -30,6 +34,20 @@ def test_a_console_shows_text_as_it_stands() -> None:
     console.print(NAME, style="bold")
     console.print(table)
     assert stream.getvalue().count(NAME) == 4
+
+
+def test_names_do_not_steer_a_terminal() -> None:
+    stream = _terminal()
+    console = console_for(stream)
+    table = Table(box=None)
+    table.add_column(STEERING)
+    table.add_row(STEERING)
+    console.print(STEERING)
+    console.print(table)
+    assert stream.getvalue().count(SHOWN) == 3
+    assert str(UserError(f"{STEERING} is no model;\n\tname another, größer: 🦙")) == (
+        f"{SHOWN} is no model;\n\tname another, größer: 🦙"
+    )
 
 
 def test_a_plan_keeps_the_brackets_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,6 +103,7 @@ extern const PackedKernels scalar_packed;
 extern const PackedKernels avx2_packed;
 extern const PackedKernels avx512_words_packed;
 extern const PackedKernels avx512_packed;
+extern const PackedKernels avx512_two_streams_packed;  // the same, reading two tiles side by side
 extern const PackedKernels amx_packed;
 #endif
 #if defined(HR_HAS_NEON)

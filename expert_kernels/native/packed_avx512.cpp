@@ -174,9 +174,15 @@ void multiply_fp8(const PackedProduct& p) {
     }
 }
 
+template <int STREAMS>
+constexpr PackedKernels kernels_of() {
+    return {{multiply_packed<Avx512, HR_INT8, STREAMS>, multiply_packed<Avx512, HR_INT4, STREAMS>,
+             multiply_packed<Avx512, HR_MXFP4, STREAMS>,
+             multiply_packed<Avx512, HR_NVFP4, STREAMS>, multiply_fp8},
+            quantise_packed<true>};
+}
+
 }  // namespace
 
-extern const PackedKernels avx512_packed = {
-    {multiply_packed<Avx512, HR_INT8>, multiply_packed<Avx512, HR_INT4>,
-     multiply_packed<Avx512, HR_MXFP4>, multiply_packed<Avx512, HR_NVFP4>, multiply_fp8},
-    quantise_packed<true>};
+extern const PackedKernels avx512_packed = kernels_of<8>();
+extern const PackedKernels avx512_two_streams_packed = kernels_of<2>();

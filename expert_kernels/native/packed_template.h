@@ -302,11 +302,12 @@ __attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, 
 }
 
 // Rows from `row` on, M at once while there are as many, of `num_tiles` tiles that lie `apart`; T
-// tiles are read side by side, as many as there are registers for the sums of.
-template <class P, class K, int TILES, int M>
+// tiles are read side by side, as many as there are registers for the sums of, but at most
+// MOST_STREAMS.
+template <class P, class K, int TILES, int MOST_STREAMS, int M>
 int multiply_rows(const PackedProduct& p, int tile, int num_tiles, int apart, int row,
                   int64_t jump) {
-    constexpr int T = TILES > M ? TILES / M : 1;
+    constexpr int MOST = TILES > M ? TILES / M : 1, T = MOST < MOST_STREAMS ? MOST : MOST_STREAMS;
     for (; row + M <= p.num_rows; row += M) {
         int t = 0;
         for (; t + T <= num_tiles; t += T)
@@ -316,33 +317,34 @@ int multiply_rows(const PackedProduct& p, int tile, int num_tiles, int apart, in
     return row;
 }
 
-template <class P, class K>
+template <class P, class K, int MOST_STREAMS>
 void multiply_known(const PackedProduct& p) {
     constexpr bool IS_FLOAT = K::KIND == HR_FP8;
     constexpr int ROWS = IS_FLOAT ? P::FLOAT_ROWS : P::ROWS;
     constexpr int TILES = IS_FLOAT ? P::FLOAT_TILES : P::TILES;
+    constexpr int STREAMS = TILES < MOST_STREAMS ? TILES : MOST_STREAMS;
     const auto multiply = [&p](int tile, int num_tiles, int apart, int64_t jump) {
-        int row = multiply_rows<P, K, TILES, ROWS>(p, tile, num_tiles, apart, 0, jump);
+        int row = multiply_rows<P, K, TILES, STREAMS, ROWS>(p, tile, num_tiles, apart, 0, jump);
         if constexpr (ROWS > 4)
-            row = multiply_rows<P, K, TILES, 4>(p, tile, num_tiles, apart, row, jump);
+            row = multiply_rows<P, K, TILES, STREAMS, 4>(p, tile, num_tiles, apart, row, jump);
         if constexpr (ROWS > 2)
-            row = multiply_rows<P, K, TILES, 2>(p, tile, num_tiles, apart, row, jump);
-        multiply_rows<P, K, TILES, 1>(p, tile, num_tiles, apart, row, jump);
+            row = multiply_rows<P, K, TILES, STREAMS, 2>(p, tile, num_tiles, apart, row, jump);
+        multiply_rows<P, K, TILES, STREAMS, 1>(p, tile, num_tiles, apart, row, jump);
     };
-    // TILES streams, each through a stretch of adjacent tiles: what is asked for ahead beyond the
+    // STREAMS streams, each through a stretch of adjacent tiles: what is asked for ahead beyond the
     // end of a tile is then always wanted next.
     // What the thread reads next begins in as many streams; if those are as far apart as these are,
     // every one of them lies equally far behind one that ends.
-    const int apart = p.num_tiles / TILES;
+    const int apart = p.num_tiles / STREAMS;
     const int64_t stream_bytes = apart * p.tile_bytes;
-    const bool is_alike = p.next.count / TILES * p.next.tile_bytes == stream_bytes;
+    const bool is_alike = p.next.count / STREAMS * p.next.tile_bytes == stream_bytes;
     const int64_t jump = is_alike ? p.next.begin - (p.tiles + stream_bytes) : 0;
     for (int tile = 0; tile < apart; tile++)
-        multiply(tile, TILES, apart, tile + 1 < apart ? 0 : jump);
-    for (int tile = apart * TILES; tile < p.num_tiles; tile++) multiply(tile, 1, 1, 0);
+        multiply(tile, STREAMS, apart, tile + 1 < apart ? 0 : jump);
+    for (int tile = apart * STREAMS; tile < p.num_tiles; tile++) multiply(tile, 1, 1, 0);
 }
 
-template <class P, int KIND>
+template <class P, int KIND, int MOST_STREAMS = 8>
 void multiply_packed(const PackedProduct& p) {
     constexpr int GROUP_SIZE =
         KIND == HR_MXFP4 ? 32 : KIND == HR_NVFP4 ? 16 : KIND == HR_FP8 ? 128 : 0;
@@ -351,12 +353,12 @@ void multiply_packed(const PackedProduct& p) {
         const PackedFormat& format = *p.format;
         if (format.scale == HR_SCALE_FLOAT16) {
             if (format.group_size == 128)
-                return multiply_known<P, Known<KIND, 128, HR_SCALE_FLOAT16>>(p);
+                return multiply_known<P, Known<KIND, 128, HR_SCALE_FLOAT16>, MOST_STREAMS>(p);
             if (KIND == HR_INT4 && format.group_size == 32)
-                return multiply_known<P, Known<KIND, 32, HR_SCALE_FLOAT16>>(p);
+                return multiply_known<P, Known<KIND, 32, HR_SCALE_FLOAT16>, MOST_STREAMS>(p);
         }
     }
-    multiply_known<P, Known<KIND, GROUP_SIZE, SCALE>>(p);
+    multiply_known<P, Known<KIND, GROUP_SIZE, SCALE>, MOST_STREAMS>(p);
 }
 
 // Element by element, so the compiler's vectors have the same bits. A group with a value that is

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "experts.h"
+#include "packed.h"
 
 namespace {
 
@@ -146,6 +147,56 @@ bool is_near(const std::vector<float>& found, const std::vector<float>& expected
     return found.size() == expected.size();
 }
 
+#if defined(HR_HAS_X86)
+// The AVX-512 kernels that read many tiles side by side and those that read two: a processor uses
+// one of them, so their bits are compared here.
+bool do_streams_agree(const Packing& packing) {
+    constexpr int NUM_TILES = 21, NUM_GROUPS = 5, NUM_ROWS = 15;  // 8, 4, 2 and 1 at once
+    HrForm form{};
+    form.kind = packing.kind;
+    form.scale = packing.scale;
+    form.group_size = packing.group_size;
+    form.has_zero_points = packing.has_zero_points;
+    PackedFormat format;
+    if (!find_packed_format(form, format)) return false;
+    std::minstd_rand engine(9);
+    const size_t depth = size_t(NUM_GROUPS * format.group_size);
+    PackedProduct product{};
+    product.format = &format;
+    product.tile_bytes = packed_tile_bytes(format, int64_t(depth));
+    product.num_tiles = NUM_TILES;
+    product.num_groups = NUM_GROUPS;
+    product.num_rows = NUM_ROWS;
+    product.out_stride = NUM_TILES * TILE_OUTPUTS;
+    // Bytes that are moderate numbers in every format of scales.
+    std::vector<char> tiles(size_t(NUM_TILES * product.tile_bytes));
+    for (char& byte : tiles) byte = char(0x30 + engine() % 16);
+    std::vector<float> values(NUM_ROWS * depth), scales(NUM_ROWS * NUM_GROUPS);
+    for (float& value : values) value = float(engine() % 2001) / 1000 - 1;
+    std::vector<int16_t> codes(values.size());
+    std::vector<int32_t> sums(scales.size());
+    std::vector<PackedRow> rows;
+    for (size_t row = 0; row < NUM_ROWS; row++) {
+        const size_t at = row * depth, group = row * NUM_GROUPS;
+        quantise_row(avx512_packed, format, &values[at], NUM_GROUPS, &codes[at], &scales[group],
+                     &sums[group]);
+        rows.push_back({&codes[at], &scales[group], &sums[group], &values[at]});
+    }
+    product.tiles = tiles.data();
+    product.rows = rows.data();
+    std::vector<float> found[2];
+    const PackedKernels* both[] = {&avx512_packed, &avx512_two_streams_packed};
+    for (int i = 0; i < 2; i++) {
+        found[i].resize(size_t(NUM_ROWS * product.out_stride));
+        product.out = found[i].data();
+        both[i]->multiply[form.kind - 1](product);
+    }
+    bool is_zero = true;
+    for (const float value : found[0]) is_zero &= value == 0;
+    return !is_zero && found[0] == found[1];
+}
+#endif
+
 }  // namespace
 
 int main() {
@@ -167,6 +218,14 @@ int main() {
             for (const Packing& packing : PACKINGS)
                 if (!check(shape, &packing, HR_BFLOAT16)) return 1;
         }
+#if defined(HR_HAS_X86)
+        if (!std::strcmp(hr_isa_name(isa), "avx512_vnni"))
+            for (const Packing& packing : PACKINGS)
+                if (!do_streams_agree(packing)) {
+                    std::printf("streams differ: kind %d\n", packing.kind);
+                    return 1;
+                }
+#endif
         std::printf("%s\n", hr_isa_name(isa));
     }
 }

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from expert_kernels.native_library import load_library, usable_isas
+
 REPO_ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [
@@ -36,6 +38,13 @@ def instruction_sets(*command: object) -> list[str]:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.split()
+
+
+@needs_x86
+@pytest.mark.skipif(not shutil.which("g++"), reason="no g++ here")
+def test_all_that_this_processor_has_gives_the_scalar_kernels_bits(tmp_path: Path) -> None:
+    check = build_check(tmp_path, "-DCMAKE_CXX_COMPILER=g++")
+    assert instruction_sets(check) == usable_isas(load_library())
 
 
 @needs_x86

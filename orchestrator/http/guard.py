@@ -29,6 +29,9 @@ log = logging.getLogger("headrace.http")
 
 #: What anybody may see: whether we are well, and a page without a figure in it.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
+#: Asked every few seconds by whoever watches; that we are well, or not yet, is no news there.
+_WATCHED_PATHS = frozenset({"/health", "/ready", "/metrics", "/v1/stats"})
+_NO_NEWS = frozenset({200, 503})
 ADMIN_PREFIX = "/admin/"
 #: Of a refused body so much is read, for so long.
 _DRAIN_BYTES, _DRAIN_S = 256 << 20, 5.0
@@ -131,7 +134,9 @@ class Guard:
     def _write(self, scope: Scope, note: RequestNote) -> None:
         path = scope["route"].path if "route" in scope else "(none)"
         self._metrics.saw_answer(path, note.status)
-        if not log.isEnabledFor(logging.INFO):
+        is_watched = scope["path"] in _WATCHED_PATHS and note.status in _NO_NEWS
+        level = logging.DEBUG if is_watched else logging.INFO
+        if not log.isEnabledFor(level):
             return
         elapsed_ms = (time.monotonic() - note.started_s) * 1e3
         facts = {
@@ -146,7 +151,8 @@ class Guard:
             facts["prompt_tokens"] = len(choices[0].prompt_tokens)
             facts["generated_tokens"] = note.generation.num_generated
             facts["finish_reason"] = choices[0].finish_reason
-        log.info(
+        log.log(
+            level,
             "%s %s %d in %.0f ms%s [%s]",
             scope["method"],
             _printable(scope["path"]),

@@ -144,6 +144,9 @@ def running(server: Server) -> int:
 def check_log(said: str) -> None:
     lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert {line["process"] for line in lines} >= {"orchestrator", "gpu_worker", "cpu_worker"}
+    paths = {line["path"] for line in lines if "path" in line}
+    assert PLAIN in paths
+    assert not paths & {"/health", "/ready"}  # asked all the time above
     # The long text may have been cut at the same number of tokens: not for its length.
     ends = (NUM_SHORT, "length")
     streams = [

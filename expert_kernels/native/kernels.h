@@ -26,6 +26,7 @@ struct Product {
     int32_t num_rows;
     float* out;
     int64_t out_stride;
+    const char* next;  // weights of another product as large, asked for towards the end, or null
 };
 
 struct Kernels {

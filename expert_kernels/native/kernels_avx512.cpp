@@ -1,11 +1,13 @@
 // AVX-512 (foundation): 16 lanes, one vector for the 16 sums.
 //
-// The bf16 dot product instructions are not used: they flush subnormal values and their roundings
-// differ from a fused multiply-add, and reading the weights, not adding, is what takes the time.
+// The bf16 dot product instructions are not used here: they flush subnormal values and round otherwise
+// than a fused multiply-add (laid_avx512.cpp has them, for experts).
 
 #include <immintrin.h>
 
 #include "kernel_template.h"
+
+#include "dot_stretches.h"
 
 namespace {
 
@@ -22,6 +24,9 @@ struct Avx512 {
     static void store(float* target, Reg value) { _mm512_storeu_ps(target, value); }
     static Reg fma(Reg a, Reg b, Reg c) { return _mm512_fmadd_ps(a, b, c); }
     __attribute__((always_inline)) static void prefetch(const char* address) { _mm_prefetch(address, _MM_HINT_T0); }
+
+    // Into the second-level cache: what is needed later than the first one can keep.
+    __attribute__((always_inline)) static void ask_for(const char* address) { _mm_prefetch(address, _MM_HINT_T1); }
 
     template <int D>
     static Reg widen(const char* source) {
@@ -46,6 +51,17 @@ struct Avx512 {
     }
 };
 
+template <int D>
+void dot_any_rows(const Product& p) {
+    if (p.num_rows >= LEAST_MANY_ROWS<D>)
+        dot_many_rows<Avx512, D>(p);
+    else
+        dot_rows<Avx512, D>(p);
+}
+
 }  // namespace
 
-extern const Kernels avx512_kernels = kernels_of<Avx512>();
+extern const Kernels avx512_kernels = {
+    {dot_any_rows<HR_FLOAT32>, dot_any_rows<HR_BFLOAT16>, dot_any_rows<HR_FLOAT16>},
+    {sum_columns<Avx512, HR_FLOAT32>, sum_columns<Avx512, HR_BFLOAT16>,
+     sum_columns<Avx512, HR_FLOAT16>}};

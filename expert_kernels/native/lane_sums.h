@@ -26,8 +26,13 @@ __attribute__((always_inline)) inline void store_lane_sums(const __m512 (&sums)[
 #pragma GCC unroll 8
     for (int i = 0; i < N; i += 4) {
         const auto sum = [&sums, i](int j) { return sums[i + j < N ? i + j : i]; };
+        const __m128 found = add_lanes(sum(0), sum(1), sum(2), sum(3));
+        if (apart == 1 && i + 4 <= N) {
+            _mm_storeu_ps(out + i, found);
+            continue;
+        }
         alignas(16) float four[4];
-        _mm_store_ps(four, add_lanes(sum(0), sum(1), sum(2), sum(3)));
+        _mm_store_ps(four, found);
         for (int j = 0; j < 4 && i + j < N; j++) out[(i + j) * apart] = four[j];
     }
 }

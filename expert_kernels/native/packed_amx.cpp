@@ -297,14 +297,7 @@ void multiply_some(const PackedProduct& p) {
 
 template <class S>
 void multiply_amx(const PackedProduct& p) {
-    PackedProduct some = p;
-    for (int done = 0; done < p.num_rows; done += some.num_rows) {
-        const int left = p.num_rows - done;
-        some.rows = p.rows + done;
-        some.num_rows = left < MOST_ROWS ? left : MOST_ROWS;
-        some.out = p.out + done * p.out_stride;
-        multiply_some<S>(some);
-    }
+    in_passes(p, MOST_ROWS, multiply_some<S>);
 }
 
 template <int KIND>

@@ -98,80 +98,122 @@ struct Avx512 : Avx512Lines {
     }
 };
 
-// fp8 for many rows: a group of a tile is decoded once for all of them, into memory that stays in
-// the first-level cache. Every row's sums are made as by the other way, in the same order.
-constexpr int FP8_GROUP = 128, FP8_LINES = FP8_GROUP / 4;
+// fp8 for many rows: a group of two tiles is decoded once for all of them, into memory that stays in
+// the first-level cache. Every row's sums are made as by the other way, in the same order: first
+// those of inputs 0 and 1 of each four, then those of 2 and 3, of two tiles and six rows at once, so
+// that each value read is multiplied with two weights and each weight with six values.
+constexpr int FP8_GROUP = 128, FP8_LINES = FP8_GROUP / 4, FP8_TILES = 2, FP8_ROWS = 6;
 constexpr int LEAST_FP8_ROWS = 12, MOST_FP8_ROWS = 64;
 
-// rows[m].values: of the group; sums: of row m at sums + m * TILE_OUTPUTS.
-template <int M>
-void add_decoded_fp8(const float (&weights)[FP8_LINES][4][TILE_OUTPUTS], __m512 scale,
-                     const PackedRow* rows, int64_t first, float* sums) {
+struct Fp8Group {
+    alignas(64) float weights[FP8_TILES][4][FP8_LINES][TILE_OUTPUTS];
+    __m512 scales[FP8_TILES];
+    const char* codes[FP8_TILES];
+};
+
+// rows[m].values + first: of the group; sums [M, T, TILE_OUTPUTS]. A line is asked for per step from
+// `ask` on, if HAS_ASK. The first rows of a group decode it for the others, beside their own
+// multiplications.
+template <int T, int M, bool HAS_ASK, bool DECODES>
+__attribute__((noinline)) void add_fp8_rows(Fp8Group& group, const PackedRow* rows, int64_t first,
+                                            float* sums, const char* ask) {
     const float* x[M];
-    __m512 found[M][4];
-    for (int m = 0; m < M; m++) x[m] = rows[m].values + first;
-    each<M * 4>(HR_EACH(i) { found[i / 4][i % 4] = _mm512_setzero_ps(); });
-    for (int line = 0; line < FP8_LINES; line++)
-        each<4>(HR_EACH(j) {
-            const __m512 weight = _mm512_load_ps(weights[line][j]);
-            each<M>(HR_EACH(m) {
-                found[m][j] = Avx512Lines::fma(weight, x[m][line * 4 + j], found[m][j]);
+    alignas(64) float halves[M][T][TILE_OUTPUTS];
+    each<M>(HR_EACH(m) { x[m] = rows[m].values + first; });
+    each<2>(HR_EACH(half) {
+        __m512 found[T][M][2];
+        each<T * M * 2>(HR_EACH(i) { found[i / 2 / M][i / 2 % M][i % 2] = _mm512_setzero_ps(); });
+        for (int line = 0; line < FP8_LINES; line++) {
+            if (HAS_ASK && half == 0) Avx512::prefetch(ask + line * LINE_BYTES);
+            __m512 w[T][2];
+            each<T>(HR_EACH(t) {
+                if constexpr (DECODES && half == 0) {
+                    __m512 all[4];
+                    Avx512::decode_fp8(group.codes[t] + line * LINE_BYTES, all);
+                    each<4>(HR_EACH(j) { _mm512_store_ps(group.weights[t][j][line], all[j]); });
+                    each<2>(HR_EACH(j) { w[t][j] = all[j]; });
+                } else {
+                    each<2>(HR_EACH(j) {
+                        w[t][j] = _mm512_load_ps(group.weights[t][half * 2 + j][line]);
+                    });
+                }
             });
+            each<M * 2>(HR_EACH(i) {
+                constexpr int m = i / 2, j = i % 2;
+                const __m512 value = _mm512_set1_ps(x[m][line * 4 + half * 2 + j]);
+                each<T>(HR_EACH(t) {
+                    found[t][m][j] = _mm512_fmadd_ps(w[t][j], value, found[t][m][j]);
+                });
+            });
+        }
+        each<T * M>(HR_EACH(i) {
+            constexpr int t = i / M, m = i % M;
+            const __m512 both = _mm512_add_ps(found[t][m][0], found[t][m][1]);
+            if constexpr (half == 0) {
+                _mm512_store_ps(halves[m][t], both);
+            } else {
+                float* sum = sums + (m * T + t) * TILE_OUTPUTS;
+                const __m512 all = _mm512_add_ps(_mm512_load_ps(halves[m][t]), both);
+                _mm512_store_ps(sum, _mm512_fmadd_ps(all, group.scales[t], _mm512_load_ps(sum)));
+            }
         });
-    each<M>(HR_EACH(m) {
-        float* sum = sums + m * TILE_OUTPUTS;
-        const __m512 all = _mm512_add_ps(_mm512_add_ps(found[m][0], found[m][1]),
-                                         _mm512_add_ps(found[m][2], found[m][3]));
-        _mm512_storeu_ps(sum, _mm512_fmadd_ps(all, scale, _mm512_loadu_ps(sum)));
     });
 }
 
-template <int M>
-int add_decoded_rows(const float (&weights)[FP8_LINES][4][TILE_OUTPUTS], __m512 scale,
-                     const PackedProduct& p, int64_t first, float* sums, int row) {
-    for (; row + M <= p.num_rows; row += M)
-        add_decoded_fp8<M>(weights, scale, p.rows + row, first, sums + row * TILE_OUTPUTS);
-    return row;
+using AddFp8Rows = void (*)(Fp8Group&, const PackedRow*, int64_t, float*, const char*);
+
+template <int T, bool HAS_ASK, bool DECODES>
+AddFp8Rows fp8_rows_for(int num_rows) {
+    static constexpr AddFp8Rows ADDS[FP8_ROWS] = {
+        add_fp8_rows<T, 1, HAS_ASK, DECODES>, add_fp8_rows<T, 2, HAS_ASK, DECODES>,
+        add_fp8_rows<T, 3, HAS_ASK, DECODES>, add_fp8_rows<T, 4, HAS_ASK, DECODES>,
+        add_fp8_rows<T, 5, HAS_ASK, DECODES>, add_fp8_rows<T, 6, HAS_ASK, DECODES>,
+    };
+    return ADDS[num_rows - 1];
 }
 
-void multiply_fp8_tile(const PackedProduct& p, int tile) {
+// Tiles tile .. tile + T of at most MOST_FP8_ROWS rows.
+template <int T>
+void multiply_fp8_tiles(const PackedProduct& p, int tile) {
     const PackedFormat& format = *p.format;
-    alignas(64) float weights[FP8_LINES][4][TILE_OUTPUTS];
-    alignas(64) float sums[MOST_FP8_ROWS * TILE_OUTPUTS] = {};
+    Fp8Group group;
+    alignas(64) float sums[MOST_FP8_ROWS * T * TILE_OUTPUTS] = {};
+    const int num_blocks = (p.num_rows + FP8_ROWS - 1) / FP8_ROWS;
+    const int64_t group_bytes = format.record_scale_bytes + format.group_code_bytes;
     const char* record = p.tiles + tile * p.tile_bytes;
-    for (int64_t group = 0; group < p.num_groups; group++) {
-        const char* codes = record + format.record_scale_bytes;
-        for (int line = 0; line < FP8_LINES; line++) {
-            Avx512::prefetch(codes + line * LINE_BYTES + PACKED_PREFETCH_BYTES);
-            __m512 w[4];
-            Avx512::decode_fp8(codes + line * LINE_BYTES, w);
-            each<4>(HR_EACH(j) { _mm512_store_ps(weights[line][j], w[j]); });
+    for (int64_t number = 0; number < p.num_groups; number++, record += group_bytes) {
+        for (int t = 0; t < T; t++) {
+            const char* of_tile = record + t * p.tile_bytes;
+            group.scales[t] = Avx512::multiply(Avx512::load(of_tile), 256.0f);
+            group.codes[t] = of_tile + format.record_scale_bytes;
         }
-        const __m512 scale = Avx512Lines::multiply(Avx512Lines::load(record), 256.0f);
-        const int64_t first = group * FP8_GROUP;
-        int row = add_decoded_rows<6>(weights, scale, p, first, sums, 0);
-        row = add_decoded_rows<4>(weights, scale, p, first, sums, row);
-        row = add_decoded_rows<2>(weights, scale, p, first, sums, row);
-        add_decoded_rows<1>(weights, scale, p, first, sums, row);
-        record = codes + format.group_code_bytes;
+        // The next group or, behind the last one, the first of the tiles that follow.
+        const char* ask = record + group_bytes;
+        if (number + 1 == p.num_groups) ask += (T - 1) * p.tile_bytes;
+        for (int block = 0, row = 0; block < num_blocks; block++) {
+            const int num_rows = (p.num_rows - row) / (num_blocks - block);
+            const auto add = block == 0  ? fp8_rows_for<T, true, true>(num_rows)
+                             : block < T ? fp8_rows_for<T, true, false>(num_rows)
+                                         : fp8_rows_for<T, false, false>(num_rows);
+            add(group, p.rows + row, number * FP8_GROUP, sums + row * T * TILE_OUTPUTS,
+                ask + block * p.tile_bytes);
+            row += num_rows;
+        }
     }
     for (int m = 0; m < p.num_rows; m++)
-        _mm512_storeu_ps(p.out + m * p.out_stride + tile * TILE_OUTPUTS,
-                         _mm512_load_ps(sums + m * TILE_OUTPUTS));
+        for (int t = 0; t < T; t++)
+            _mm512_storeu_ps(p.out + m * p.out_stride + (tile + t) * TILE_OUTPUTS,
+                             _mm512_load_ps(sums + (m * T + t) * TILE_OUTPUTS));
 }
 
 void multiply_fp8(const PackedProduct& p) {
-    PackedProduct some = p;
-    for (int done = 0; done < p.num_rows; done += some.num_rows) {
-        const int left = p.num_rows - done;
-        some.rows = p.rows + done;
-        some.num_rows = left < MOST_FP8_ROWS ? left : MOST_FP8_ROWS;
-        some.out = p.out + done * p.out_stride;
-        if (some.num_rows < LEAST_FP8_ROWS)
-            multiply_packed<Avx512, HR_FP8>(some);
-        else
-            for (int tile = 0; tile < p.num_tiles; tile++) multiply_fp8_tile(some, tile);
-    }
+    in_passes(p, MOST_FP8_ROWS, [](const PackedProduct& some) {
+        if (some.num_rows < LEAST_FP8_ROWS) return multiply_packed<Avx512, HR_FP8>(some);
+        int tile = 0;
+        for (; tile + FP8_TILES <= some.num_tiles; tile += FP8_TILES)
+            multiply_fp8_tiles<FP8_TILES>(some, tile);
+        if (tile < some.num_tiles) multiply_fp8_tiles<1>(some, tile);
+    });
 }
 
 template <int STREAMS>

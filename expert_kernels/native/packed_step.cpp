@@ -12,6 +12,10 @@ constexpr int MAX_UNITS = 256;
 constexpr int STREAMS = 8;  // the kernels read up to so many of the matrix's tiles side by side
 constexpr int ROWS_PER_PASS = 64;
 
+// From one row's values to the next one's: rows as long as a power of two would all lie in the same
+// few lines of a cache.
+int64_t apart_in_cache(int64_t depth) { return depth + TILE_OUTPUTS; }
+
 struct PackedJob {
     const HrForm& form;
     const PackedFormat& format;
@@ -22,7 +26,7 @@ struct PackedJob {
     std::unique_ptr<std::atomic<int32_t>[]> num_missing;  // first tiles, + 1 until quantised
     const PackedRow* hidden;  // by row
     PackedRow* middle;        // by pair
-    float* middle_values;     // [pair, middle_depth]
+    float* middle_values;     // [pair, apart_in_cache(middle_depth)]
     int64_t middle_depth;     // a multiple of the group size
     int32_t ways;             // 2: gate and up
     int64_t first_bytes;      // of a tile of the first projection's matrix
@@ -40,14 +44,14 @@ struct PackedJob {
 PackedRow* lay_out_rows(RowScratch& scratch, const PackedFormat& format, int64_t num_rows,
                         int64_t depth) {
     const int64_t num_groups = depth / format.group_size;
-    float* values = scratch.values.items(num_rows * depth);
+    float* values = scratch.values.items(num_rows * apart_in_cache(depth));
     const bool has_codes = format.kind != HR_FP8;
     int16_t* codes = has_codes ? scratch.codes.items(num_rows * depth) : nullptr;
     float* scales = has_codes ? scratch.scales.items(num_rows * num_groups) : nullptr;
     int32_t* sums = has_codes ? scratch.sums.items(num_rows * num_groups) : nullptr;
     PackedRow* rows = scratch.rows.items(num_rows);
     for (int64_t row = 0; row < num_rows; row++) {
-        rows[row].values = values + row * depth;
+        rows[row].values = values + row * apart_in_cache(depth);
         rows[row].codes = has_codes ? codes + row * depth : nullptr;
         rows[row].scales = has_codes ? scales + row * num_groups : nullptr;
         rows[row].sums = has_codes ? sums + row * num_groups : nullptr;
@@ -125,7 +129,8 @@ void run_first_tile(PackedJob& job, size_t number, int64_t tile, PackedProduct& 
         multiply(job, product);
         for (int m = 0; m < product.num_rows; m++)
             gate_units(job, expert, sums + m * product.out_stride,
-                       job.middle_values + (pair + m) * job.middle_depth + begin, begin, count);
+                       job.middle_values + (pair + m) * apart_in_cache(job.middle_depth) + begin,
+                       begin, count);
     }
     if (job.num_missing[number].fetch_sub(1, std::memory_order_acq_rel) != 2) return;
     for (int64_t pair = expert.first_pair; pair < expert.first_pair + expert.num_pairs; pair++)
@@ -219,15 +224,16 @@ void run_packed_step(HrPool& pool, const HrForm& form, const PackedFormat& forma
     job.middle_values = pool.middle.values.items(0);
     job.hidden = hidden;
     const int64_t row_bytes = form.hidden_size * item_bytes(form.dtype);
-    float* values = pool.hidden.values.items(0);
-    for (int64_t row = 0; row < num_rows; row++, values += hidden_depth) {
+    for (int64_t row = 0; row < num_rows; row++) {
+        float* values = pool.hidden.values.items(0) + row * apart_in_cache(hidden_depth);
         gates.widen_row(form.dtype, static_cast<const char*>(step.hidden) + row * row_bytes, values,
                         form.hidden_size);
         std::fill(values + form.hidden_size, values + hidden_depth, 0.0f);
         quantise_row(job, hidden[row], hidden_depth);
     }
-    for (int64_t pair = 0; pair < num_pairs; pair++)
-        std::fill(job.middle_values + pair * job.middle_depth + form.intermediate_size,
-                  job.middle_values + (pair + 1) * job.middle_depth, 0.0f);
+    for (int64_t pair = 0; pair < num_pairs; pair++) {
+        float* values = job.middle_values + pair * apart_in_cache(job.middle_depth);
+        std::fill(values + form.intermediate_size, values + job.middle_depth, 0.0f);
+    }
     pool.threads.run(job.num_tiles(), num_threads, run_tile, &job);
 }

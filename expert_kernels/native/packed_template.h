@@ -361,6 +361,19 @@ void multiply_packed(const PackedProduct& p) {
     multiply_known<P, Known<KIND, GROUP_SIZE, SCALE>, MOST_STREAMS>(p);
 }
 
+// The product in passes of at most so many rows.
+template <class F>
+void in_passes(const PackedProduct& p, int most_rows, const F& multiply) {
+    PackedProduct some = p;
+    for (int done = 0; done < p.num_rows; done += some.num_rows) {
+        const int left = p.num_rows - done;
+        some.rows = p.rows + done;
+        some.num_rows = left < most_rows ? left : most_rows;
+        some.out = p.out + done * p.out_stride;
+        multiply(some);
+    }
+}
+
 // Element by element, so the compiler's vectors have the same bits. A group with a value that is
 // infinite or no number gets the scale NaN.
 template <bool IN_BYTES>

@@ -14,8 +14,7 @@ constexpr int64_t TILE_BYTES = 256 * 1024;
 constexpr int64_t MOST_LAID_BYTES = 512 * 1024;
 constexpr int64_t LAID_TILES_PER_THREAD = 16;
 constexpr int MAX_TILE_OUTPUTS = 256;
-constexpr int ROWS_PER_PASS = 12;  // rows whose sums are kept at once; a multiple of 3 and 4
-constexpr int LAID_ROWS_PER_PASS = 2 * LAID_BLOCK;
+constexpr int ROWS_PER_PASS = 2 * LAID_BLOCK;  // rows whose sums are kept at once
 // Sums of a row from those of the next: no power of two, which would put all of them into few lines
 // of a cache.
 constexpr int FIRST_STRIDE = 2 * MAX_TILE_OUTPUTS + NUM_LANES;
@@ -47,7 +46,6 @@ struct StepJob {
     int64_t num_tiles() const {
         return int64_t(experts.size()) * (first_tiles + second_tiles);
     }
-    int rows_per_pass() const { return laid ? LAID_ROWS_PER_PASS : ROWS_PER_PASS; }
 };
 
 // Weights of `outputs` outputs from number `first` on, of `total`.
@@ -63,20 +61,19 @@ Product product_of(const StepJob& job, const char* weights, int64_t first, int64
 }
 
 // `laid`: the product's rows laid out, where job.laid is there.
-void multiply(const StepJob& job, const Product& product, const uint16_t* laid,
-              const char* next = nullptr) {
+void multiply(const StepJob& job, const Product& product, const uint16_t* laid) {
     if (job.laid)
         return job.laid->multiply({product.weights, product.stride_bytes, product.num_outputs,
                                    product.depth, laid, product.num_rows, product.out,
-                                   product.out_stride, next});
+                                   product.out_stride, product.next});
     (job.form.is_transposed ? job.kernels.sum_columns
                             : job.kernels.dot_rows)[job.form.dtype](product);
 }
 
 // The gate's results, units begin .. begin + count of the rows of a pass, into their places.
-void lay_middle(const StepJob& job, const uint16_t (&units)[LAID_ROWS_PER_PASS][MAX_TILE_OUTPUTS],
+void lay_middle(const StepJob& job, const uint16_t (&units)[ROWS_PER_PASS][MAX_TILE_OUTPUTS],
                 int num_rows, int64_t pair, int64_t begin, int64_t count) {
-    const char* rows[LAID_ROWS_PER_PASS];
+    const char* rows[ROWS_PER_PASS];
     for (int m = 0; m < num_rows; m++) rows[m] = reinterpret_cast<const char*>(units[m]);
     const bool is_last = begin + count == job.form.intermediate_size;
     const int64_t end = is_last ? job.laid_middle_depth : begin + count;
@@ -97,12 +94,11 @@ void run_first_tile(StepJob& job, size_t number, int64_t tile) {
                            ? expert.block + form.first_bias_offset + begin * step * job.item
                            : nullptr;
 
-    alignas(64) float sums[LAID_ROWS_PER_PASS * FIRST_STRIDE];
-    uint16_t units[LAID_ROWS_PER_PASS][MAX_TILE_OUTPUTS];
+    alignas(64) float sums[ROWS_PER_PASS * FIRST_STRIDE];
+    uint16_t units[ROWS_PER_PASS][MAX_TILE_OUTPUTS];
     const float* x[ROWS_PER_PASS];
-    const int64_t most = job.rows_per_pass();
-    for (int64_t done = 0; done < expert.num_pairs; done += most) {
-        const int num_rows = int(std::min(most, expert.num_pairs - done));
+    for (int64_t done = 0; done < expert.num_pairs; done += ROWS_PER_PASS) {
+        const int num_rows = int(std::min<int64_t>(ROWS_PER_PASS, expert.num_pairs - done));
         const int64_t pair = expert.first_pair + done;
         if (!job.laid)
             for (int m = 0; m < num_rows; m++)
@@ -116,11 +112,9 @@ void run_first_tile(StepJob& job, size_t number, int64_t tile) {
             product.num_rows = num_rows;
             product.out = sums + half * count;
             product.out_stride = FIRST_STRIDE;
-            const bool is_first_of_two = is_split && half == 0;
-            multiply(job, product, job.laid_hidden + pair * job.laid_hidden_depth,
-                     is_first_of_two ? product.weights + form.intermediate_size *
-                                                             product.stride_bytes
-                                     : nullptr);
+            if (is_split && half == 0)
+                product.next = product.weights + form.intermediate_size * product.stride_bytes;
+            multiply(job, product, job.laid_hidden + pair * job.laid_hidden_depth);
         }
         for (int m = 0; m < num_rows; m++) {
             GateRow row{};
@@ -153,11 +147,10 @@ void run_second_tile(StepJob& job, size_t number, int64_t tile) {
         form.has_bias ? expert.block + form.down_bias_offset + begin * job.item : nullptr;
     wait_for_zero(job.num_missing[number]);
 
-    alignas(64) float sums[LAID_ROWS_PER_PASS * SECOND_STRIDE];
+    alignas(64) float sums[ROWS_PER_PASS * SECOND_STRIDE];
     const float* x[ROWS_PER_PASS];
-    const int64_t most = job.rows_per_pass();
-    for (int64_t done = 0; done < expert.num_pairs; done += most) {
-        const int num_rows = int(std::min(most, expert.num_pairs - done));
+    for (int64_t done = 0; done < expert.num_pairs; done += ROWS_PER_PASS) {
+        const int num_rows = int(std::min<int64_t>(ROWS_PER_PASS, expert.num_pairs - done));
         const int64_t pair = expert.first_pair + done;
         if (!job.laid)
             for (int m = 0; m < num_rows; m++) x[m] = job.middle + (pair + m) * job.middle_stride;
@@ -191,11 +184,15 @@ int32_t outputs_per_tile(int64_t tile_bytes, int64_t bytes_per_output, int64_t n
         {round_up(wanted, 16), round_up(num_outputs, 16), int64_t(MAX_TILE_OUTPUTS)}));
 }
 
+// From one row of float32 values to the next: rows as long as a power of two would all lie in the
+// same few lines of a cache.
+int64_t apart_in_cache(int64_t count) { return round_up(count, NUM_LANES) + NUM_LANES; }
+
 void widen_hidden(HrPool& pool, const HrForm& form, const HrStep& step, StepJob& job) {
     const int64_t num_pairs = step.pair_begin[step.num_experts];
     const int64_t num_rows = num_rows_of(step);
-    job.hidden_stride = round_up(form.hidden_size, NUM_LANES);
-    job.middle_stride = round_up(form.intermediate_size, NUM_LANES);
+    job.hidden_stride = apart_in_cache(form.hidden_size);
+    job.middle_stride = apart_in_cache(form.intermediate_size);
     float* hidden = pool.hidden.values.items(num_rows * job.hidden_stride);
     float* middle = pool.middle.values.items(num_pairs * job.middle_stride);
     const int64_t row_bytes = form.hidden_size * job.item;
@@ -212,19 +209,15 @@ void widen_hidden(HrPool& pool, const HrForm& form, const HrStep& step, StepJob&
     job.middle = middle;
 }
 
-// At least `count` values, aligned to 64 bytes.
-uint16_t* aligned_items(Scratch<int16_t>& scratch, int64_t count) {
-    constexpr uintptr_t LINE_BYTES = 64;
-    const auto begin = reinterpret_cast<uintptr_t>(scratch.items(count + LINE_BYTES / 2));
-    return reinterpret_cast<uint16_t*>((begin + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES);
-}
-
 void lay_hidden(HrPool& pool, const HrForm& form, const HrStep& step, StepJob& job) {
     const int64_t num_pairs = step.pair_begin[step.num_experts];
     job.laid_hidden_depth = round_up(form.hidden_size, LAID_INPUTS);
     job.laid_middle_depth = round_up(form.intermediate_size, LAID_INPUTS);
-    job.laid_hidden = aligned_items(pool.hidden.codes, num_pairs * job.laid_hidden_depth);
-    job.laid_middle = aligned_items(pool.middle.codes, num_pairs * job.laid_middle_depth);
+    const auto laid = [num_pairs](Scratch<int16_t>& scratch, int64_t depth) {
+        return reinterpret_cast<uint16_t*>(scratch.items(num_pairs * depth));
+    };
+    job.laid_hidden = laid(pool.hidden.codes, job.laid_hidden_depth);
+    job.laid_middle = laid(pool.middle.codes, job.laid_middle_depth);
     const char* hidden = static_cast<const char*>(step.hidden);
     const int64_t row_bytes = form.hidden_size * job.item;
     for (const Expert& expert : job.experts)

@@ -29,18 +29,22 @@ inline int64_t round_up(int64_t value, int64_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
 
-// Memory that is kept from call to call and grows when a call needs more.
+// Memory that is kept from call to call and grows when a call needs more. It begins with a line of
+// the cache: a vector that lies across two lines takes twice as long to load.
 template <class T>
 class Scratch {
   public:
     T* items(int64_t count) {
+        constexpr uintptr_t CACHE_LINE_BYTES = 64;
         if (count > capacity_) {
             memory_.reset();
             capacity_ = 0;
-            memory_.reset(new T[size_t(count)]);
+            memory_.reset(new T[size_t(count) + CACHE_LINE_BYTES / sizeof(T)]);
             capacity_ = count;
         }
-        return memory_.get();
+        const auto begin = reinterpret_cast<uintptr_t>(memory_.get());
+        return reinterpret_cast<T*>((begin + CACHE_LINE_BYTES - 1) / CACHE_LINE_BYTES *
+                                    CACHE_LINE_BYTES);
     }
 
   private:

@@ -27,7 +27,7 @@ constexpr Shape SHAPES[] = {
     {300, 75, 0, 1, 0, HR_ACT_MUL, 2},
     {530, 420, 0, 0, 0, HR_ACT_MUL, 5},
     {290, 150, 0, 0, 0, HR_ACT_MUL, 35},
-    {1100, 40, 0, 0, 0, HR_ACT_MUL, 11},
+    {2070, 20, 0, 0, 0, HR_ACT_MUL, 13},
 };
 
 // The tables of expert_store/formats.py for quantised weights; rows and biases are bfloat16 there.

@@ -74,6 +74,7 @@ ODD = {
     "several tiles, transposed": form_of(
         hidden_size=531, intermediate_size=433, is_transposed=True, has_bias=True
     ),
+    "deep": form_of(hidden_size=2083, intermediate_size=5),
     "no gate, wide": form_of("act", hidden_size=301, intermediate_size=997, activation="relu2"),
 }
 ALL_FORMS = FORMS | ODD

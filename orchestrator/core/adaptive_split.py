@@ -22,7 +22,7 @@ from orchestrator.core.events import ArmTaken, Drifted
 from orchestrator.core.fill_choice import BehindCopy, Candidates, FillBehind, FillChoice
 from orchestrator.core.fixed_costs import FixedCosts
 from orchestrator.core.floor_rule import FloorRule
-from orchestrator.core.fluid_split import BranchCosts, FluidSplit
+from orchestrator.core.fluid_split import BranchCosts, FluidPlan, FluidSplit
 from orchestrator.core.planner import FillMode, Split, SplitPlanner
 from orchestrator.core.rate_estimates import MIN_SAMPLE_BYTES, WINDOW, RateEstimates
 from orchestrator.core.split_rules import make_planner
@@ -68,6 +68,7 @@ class AdaptiveSplit:
         "_fixed",
         "_floor",
         "_fluid",
+        "_invested_s",
         "_is_auto",
         "_is_learning",
         "_planner",
@@ -104,6 +105,8 @@ class AdaptiveSplit:
         self._floor = FloorRule() if self._fluid is not None and self._is_learning else None
         #: What the floor rule wants for the layer-step in progress; None where it has no say.
         self._arm: Arm | None = None
+        #: What the layer-step in progress is expected to cost for the sake of later ones, seconds.
+        self._invested_s = 0.0
         self._taken: list[ArmTaken] = []
         self._begin(base)
 
@@ -189,6 +192,7 @@ class AdaptiveSplit:
         few slots, one after the other, and nothing is copied behind for it.
         """
         self._arm = None
+        self._invested_s = 0.0
         num_misses = len(misses) + len(arriving)
         if not num_misses:
             split = self._planner.plan(0, 0, has_cpu=has_cpu, has_link=has_link)
@@ -219,6 +223,8 @@ class AdaptiveSplit:
         behind: list[BehindCopy] = []
         if split.rule == "balance" and split.num_cpu and not is_guest:
             behind = self._behind.choose(candidates, num_fills, num_in_flight)
+        if self._floor is not None:
+            self._invested_s = self._investment_s(split, behind)
         return Decision(fills, on_cpu + arriving if arriving else on_cpu, behind, split)
 
     def _floor_plan(
@@ -239,6 +245,18 @@ class AdaptiveSplit:
         if arm == "split":
             return None
         return fluid.alone(num_misses, num_misses if arm == "fill" else 0)
+
+    def _investment_s(self, split: Split, behind: list[BehindCopy]) -> float:
+        """A credited fill, and what copies beside the CPU take from it: no fault of the split, for
+        they pay later, in hits that a comparison by misses does not see."""
+        costs = self._estimates.costs
+        num_beside = sum(copy.is_beside_cpu for copy in behind)
+        lost_s = 0.0
+        if num_beside and costs.cpu_bytes_per_s:
+            lost_s = num_beside * self._behind.price * costs.expert_bytes / costs.cpu_bytes_per_s
+        if isinstance(split, FluidPlan):
+            lost_s += split.predicted_s - split.least_s
+        return lost_s
 
     def _split(
         self,
@@ -297,7 +315,7 @@ class AdaptiveSplit:
         least_s = min(self._yardstick.times_s(num_misses))
         if not 0 < least_s < float("inf"):
             return
-        taken = self._floor.measured(took_ns * 1e-9 / least_s)
+        taken = self._floor.measured(max(took_ns * 1e-9 - self._invested_s, 0.0) / least_s)
         if taken is not None:
             self._taken.append(ArmTaken(taken))
 

@@ -10,7 +10,9 @@ serves, such as the least time by the calibrated costs.
     HOLD arm   --(every interval)--> PROBE split      --(it is no worse)--> HOLD split
 
 A probe is `PROBE_STEPS` layer-steps of an arm, judged by the median; the arm in use is judged by
-its usual time (see `usual_time`). A better arm is taken when it is better by more than `MARGIN`.
+its usual time (see `usual_time`). A better arm is taken when it is better by more than `MARGIN`,
+and the split is left only for what chance hardly shows: with one branch alone the cache stands
+still, and a mistake costs more than the layer-steps that it was judged by.
 Where results scatter widely, or either of the two has been seen to lose its time in standstills
 that come now and then, a short probe says little: it goes on for `LONG_PROBE_STEPS`, and means are
 compared. Each lost probe doubles its interval, up to `MAX_INTERVAL`; a change of the rates
@@ -29,6 +31,7 @@ Pure: it counts layer-steps that have misses, and is told what they took.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Literal
 
@@ -39,6 +42,8 @@ Arm = Literal["split", "fill", "cpu"]
 PROBE_STEPS = 3
 LONG_PROBE_STEPS = 24
 MARGIN = 0.03
+#: The split is left for a gain that is by so many standard errors more than that.
+AWAY_ERRORS = 2.0
 MIN_INTERVAL = 64
 MAX_INTERVAL = 4096
 HOPELESS = 3.0
@@ -167,6 +172,8 @@ class FloorRule:
         self._budget -= max(sum(results) / mine - len(results), 0.0)
         # Back to the split as soon as it is no worse; away from it only for a clear gain.
         least = mine if self._probing == "split" else mine * (1 - MARGIN)
+        if self._held == "split":
+            least -= AWAY_ERRORS * math.hypot(_error(held), _error(results))
         if other > least or (other == least and self._probing != "split"):
             self._lose(self._probing)
             return None
@@ -236,6 +243,14 @@ class FloorRule:
             self._results[arm].clear()
             return arm
         return None
+
+
+def _error(results: deque[float]) -> float:
+    """The standard error of their mean; 0.0 of a single one, of which nothing is known."""
+    count = len(results)
+    mean = sum(results) / count
+    variance = sum((result - mean) ** 2 for result in results) / max(count - 1, 1)
+    return math.sqrt(variance / count)
 
 
 def _scatters(results: deque[float]) -> bool:

@@ -172,3 +172,16 @@ def test_noise_and_rates_that_change_all_the_time_cost_little(best: Arm) -> None
         cost += truth[arm] if index >= 1000 else 0.0
     assert rule.held == best
     assert cost < 1.03 * 7000
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_chance_is_no_reason_to_leave_a_split_that_is_as_good(seed: int) -> None:
+    """With one branch alone the cache stands still, so a coin must not decide."""
+    chance = random.Random(seed)
+    rule = FloorRule()
+    num_alone = 0
+    for _ in range(6000):
+        arm = rule.next_arm(EVEN)
+        num_alone += rule.held != "split"
+        rule.measured(chance.lognormvariate(0.0, 0.4) * (2.0 if arm == "fill" else 1.0))
+    assert num_alone < 0.2 * 6000

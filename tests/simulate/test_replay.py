@@ -17,8 +17,9 @@ from orchestrator.simulate.baselines import (
     replay,
     replay_static,
 )
-from orchestrator.simulate.bounds import belady_misses, bounds_of, forced_fill_misses
+from orchestrator.simulate.bounds import belady_misses, bounds_of, forced_fill_misses, shape_of
 from orchestrator.simulate.profiles import load_profile
+from orchestrator.simulate.replay import Replay
 from orchestrator.simulate.study import gap_closed, parse_slots, study
 from orchestrator.simulate.trace import RoutingTrace, synthetic_trace
 from protocol.errors import UserError
@@ -53,6 +54,24 @@ def test_every_way_adds_up(policy: str, planner: str, fill_behind, num_slots: in
 def test_a_replay_is_the_same_every_time() -> None:
     first, second = (replay(TRACE, COSTS, 24, DENSE_S, HEADRACE) for _ in range(2))
     assert first == second
+
+
+@pytest.mark.parametrize("num_slots", [24, 48])
+def test_learning_does_not_let_the_cache_stand_still(num_slots: int) -> None:
+    """Credited fills and copies beside the CPU make a layer-step slower for the sake of later ones;
+    the floor rule must not take that for a bad split. A machine that does what its costs say is
+    used as if these were stated, but for the probes."""
+    trace = synthetic_trace(400, 6, 16, 2, seed=3, keep=0.5)
+    costs = BranchCosts(1_300_000, 11.8e9, 11.8e9, 47.5e9, 35.7e9, cpu_fixed_s=60e-6)
+    way = {"policy": "reuse-tables", "planner": "fluid", "fill_behind": "auto", "dense_s": 6e-5}
+    stated, learned = (
+        Replay(shape_of(trace), costs, num_slots=num_slots, is_learning=is_learning, **way).run(
+            trace
+        )
+        for is_learning in (False, True)
+    )
+    assert learned.hit_rate > stated.hit_rate - 0.05
+    assert learned.time_s < 1.05 * stated.time_s
 
 
 def test_fill_only_hits_are_those_of_forced_fill() -> None:

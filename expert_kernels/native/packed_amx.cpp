@@ -314,4 +314,4 @@ void multiply_fp8(const PackedProduct& p) { avx512_packed.multiply[HR_FP8 - 1](p
 extern const PackedKernels amx_packed = {
     {multiply_sized<HR_INT8>, multiply_sized<HR_INT4>, multiply_amx<Shape<HR_MXFP4, 32>>,
      multiply_amx<Shape<HR_NVFP4, 16>>, multiply_fp8},
-    quantise_packed<true>};
+    quantise_avx512};

@@ -221,7 +221,7 @@ constexpr PackedKernels kernels_of() {
     return {{multiply_packed<Avx512, HR_INT8, STREAMS>, multiply_packed<Avx512, HR_INT4, STREAMS>,
              multiply_packed<Avx512, HR_MXFP4, STREAMS>,
              multiply_packed<Avx512, HR_NVFP4, STREAMS>, multiply_fp8},
-            quantise_packed<true>};
+            quantise_avx512};
 }
 
 }  // namespace

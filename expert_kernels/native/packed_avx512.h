@@ -65,4 +65,48 @@ struct Avx512Lines {
     static void store(float* to, Float value) { _mm512_storeu_ps(to, value); }
 };
 
+// As quantise_packed<true>, with the same operations on each value: groups are too short for what a
+// compiler makes of its loops.
+inline void quantise_avx512(const float* values, int64_t num_groups, int32_t group_size,
+                            int16_t* codes, float* scales, int32_t* sums) {
+    const __m512 rounding = _mm512_set1_ps(12582912.0f);
+    const __m512i most = _mm512_set1_epi32(MAX_CODE), least = _mm512_set1_epi32(-MAX_CODE);
+    for (int64_t group = 0; group < num_groups; group++) {
+        const float* x = values + group * group_size;
+        int8_t* out = reinterpret_cast<int8_t*>(codes + group * group_size);
+        __m512i all = _mm512_setzero_si512();
+        for (int i = 0; i < group_size; i += 16) {
+            const __m512i bits = _mm512_castps_si512(_mm512_loadu_ps(x + i));
+            all = _mm512_max_epi32(all, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
+        }
+        const int32_t greatest = _mm512_reduce_max_epi32(all);
+        float magnitude;
+        memcpy(&magnitude, &greatest, sizeof magnitude);
+        const bool is_finite = greatest < 0x7f800000;
+        if (!is_finite || magnitude < LEAST_MAGNITUDE) {
+            memset(out, 0, size_t(group_size) * sizeof(int16_t));
+            sums[group] = 0;
+            scales[group] = is_finite ? 0.0f : __builtin_nanf("");
+            continue;
+        }
+        scales[group] = magnitude / float(MAX_CODE);
+        const __m512 inverse = _mm512_set1_ps(float(MAX_CODE) / magnitude);
+        __m512i sum = _mm512_setzero_si512();
+        for (int i = 0; i < group_size; i += 16) {
+            const __m512 rounded =
+                _mm512_add_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse), rounding);
+            __m512i code =
+                _mm512_sub_epi32(_mm512_castps_si512(rounded), _mm512_castps_si512(rounding));
+            code = _mm512_max_epi32(_mm512_min_epi32(code, most), least);
+            sum = _mm512_add_epi32(sum, code);
+            const __m512i upper =
+                _mm512_srai_epi32(_mm512_add_epi32(code, _mm512_set1_epi32(128)), 8);
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm512_cvtepi32_epi8(upper));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + group_size + i),
+                             _mm512_cvtepi32_epi8(code));
+        }
+        sums[group] = _mm512_reduce_add_epi32(sum);
+    }
+}
+
 }  // namespace

@@ -65,7 +65,13 @@ __attribute__((noinline)) void multiply_tile(const LaidProduct& p, int output, i
     for (int k = 0; k < whole; k++, offset += LINE_BYTES, ahead += LINE_BYTES) {
         if (k == ask.turn) ahead = ask.next;
 #pragma GCC unroll 8
-        for (int r = 0; r < P; r++) _mm_prefetch(ahead + r * apart_bytes, _MM_HINT_T0);
+        for (int r = 0; r < P; r++) {
+            // What only the next tile reads would push out of the first-level cache what this one does.
+            if constexpr (P == R)
+                _mm_prefetch(ahead + r * apart_bytes, _MM_HINT_T0);
+            else
+                _mm_prefetch(ahead + r * apart_bytes, _MM_HINT_T1);
+        }
         __m512i weights[R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) weights[r] = _mm512_loadu_si512(w[r] + offset);

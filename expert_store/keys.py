@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
 
 from expert_store.checkpoint import Checkpoint, CheckpointError, TensorEntry
 from expert_store.packed import PackedTensor
+from expert_store.quantisation_config import stated_quantisation
 
 if TYPE_CHECKING:
     from expert_store.families import ModelShape
@@ -36,6 +37,7 @@ _STORE_NAMES: dict[str, TensorName] = {
     "down_proj_bias": "down_bias",
 }
 _FLOAT_DTYPES = ("F32", "BF16", "F16")
+_WHOLE = ("I", "U", "BOOL")
 
 
 @dataclass
@@ -65,6 +67,7 @@ class KeyMap:
 
 def map_keys(shape: ModelShape, checkpoint: Checkpoint) -> KeyMap:
     """Sort the checkpoint's tensors. Raises CheckpointError naming the first tensor at fault."""
+    refuse_integers(checkpoint)
     model: Any = shape.meta_model
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -129,13 +132,31 @@ def _check_shape(
         )
 
 
+def refuse_integers(checkpoint: Checkpoint) -> None:
+    """Whole numbers where weights belong, in a checkpoint that says nothing of being quantised:
+    they would be converted, and the model would talk nonsense. Tables of other names may hold some.
+
+    Raises:
+        CheckpointError: names the first such tensor.
+    """
+    if stated_quantisation(checkpoint.directory, checkpoint.config) is not None:
+        return
+    for entry in checkpoint.tensors.values():
+        if entry.name.endswith((".weight", ".bias")) and entry.dtype.startswith(_WHOLE):
+            _refuse_dtype(entry, checkpoint)
+
+
 def _require_float(entry: TensorEntry, checkpoint: Checkpoint) -> None:
     if entry.dtype not in _FLOAT_DTYPES and not isinstance(entry, PackedTensor):
-        raise CheckpointError(
-            f"{checkpoint.directory / entry.file_name}: tensor {entry.name} has dtype"
-            f" {entry.dtype} where F32, BF16 or F16, or a quantised weight with its scales beside"
-            " it, is expected; take another checkpoint of this model"
-        )
+        _refuse_dtype(entry, checkpoint)
+
+
+def _refuse_dtype(entry: TensorEntry, checkpoint: Checkpoint) -> NoReturn:
+    raise CheckpointError(
+        f"{checkpoint.directory / entry.file_name}: tensor {entry.name} has dtype"
+        f" {entry.dtype} where F32, BF16 or F16, or a quantised weight with its scales beside"
+        " it, is expected; take another checkpoint of this model"
+    )
 
 
 def _refuse_leftover(key: str, target: str, shape: ModelShape, checkpoint: Checkpoint) -> None:

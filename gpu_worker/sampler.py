@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from gpu_worker.logit_rules import adjust
+from protocol.errors import WorkFault
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +40,7 @@ _MASK_64 = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
-class LogitsError(ArithmeticError):
+class LogitsError(WorkFault):
     """The logits name no token: one of them is NaN, or none of them is finite."""
 
 

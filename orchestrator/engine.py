@@ -167,8 +167,9 @@ class Engine:
                 ending = ending if ending.exit_code else fault
             if self._supervisor is not None:
                 await self._supervisor.stop()
-            if self._recorder is not None:
-                ending = ending.and_lost(self._recorder.close())
+            for kept in (self._recorder, self._log_file):
+                if kept is not None:
+                    ending = ending.and_lost(kept.close())
         return ending
 
     # ---------------------------------------------------------------- start

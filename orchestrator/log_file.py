@@ -34,6 +34,7 @@ class LogFile:
                 f"The latency log {path} cannot be written: {error.strerror}; name another "
                 "--latency-log."
             ) from None
+        self._lost = ""
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray()
 
@@ -53,12 +54,18 @@ class LogFile:
                 view = view[os.write(self._fd, view) :]
             except OSError as error:
                 log.error("the latency log %s ends here: %s", self._path, error.strerror)
+                self._lost = (
+                    f"The latency log {self._path} is not whole ({error.strerror}); name a "
+                    "--latency-log where there is room."
+                )
                 os.close(self._fd)
                 self._fd = -1
 
-    def close(self) -> None:
+    def close(self) -> str:
+        """What was lost, one sentence; "" when the log is whole."""
         self.flush()
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._fd)
             self._fd = -1
+        return self._lost

@@ -43,6 +43,11 @@ class UserError(Exception):
         super().__init__(visible(sentence))
 
 
+class WorkFault(Exception):
+    """Work that cannot be done by anybody, such as with numbers that overflow: told like a fault,
+    but no bug, so without a traceback."""
+
+
 class ProtocolError(Exception):
     """A frame, message or segment that does not follow the protocol; dropped and counted."""
 

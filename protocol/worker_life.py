@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING
 
 from protocol.channel import DealerChannel
 from protocol.codec import to_worker
-from protocol.errors import EXIT_FAULT, EXIT_OK, EXIT_USER_ERROR, OrchestratorGone, UserError
+from protocol.errors import (
+    EXIT_FAULT,
+    EXIT_OK,
+    EXIT_USER_ERROR,
+    OrchestratorGone,
+    UserError,
+    WorkFault,
+)
 from protocol.lifeline import Lifeline, SegmentGrant
 from protocol.mailbox import BELL, MAILBOX, MAILBOX_WAKE, MailboxChannel, ordering_barrier
 from protocol.messages import (
@@ -205,6 +212,10 @@ def run_worker(
     except (KeyboardInterrupt, SystemExit):
         log.info("leaving: told to stop")
         return EXIT_OK
+    except WorkFault as error:
+        _last_words(link, str(error), is_user_error=False)
+        log.error("fault: %s", error)
+        return EXIT_FAULT
     except Exception as error:
         _last_words(link, f"{type(error).__name__}: {error}", is_user_error=False)
         log.exception("fault")

@@ -49,6 +49,10 @@ def run_latency(options: argparse.Namespace) -> int:
     """Returns the exit code; raises UserError for a log that cannot be read."""
     from orchestrator.cli import latency_report
 
+    if options.trace is not None and _is_same(options.trace, options.log):
+        raise UserError(
+            f"--trace {options.trace} is the log itself, which would be lost; name another file."
+        )
     records = list(read_log(options.log))
     report = latency_report.summarise(records)
     if not report.num_steps:
@@ -66,6 +70,13 @@ def run_latency(options: argparse.Namespace) -> int:
     else:
         latency_report.show(report)
     return EXIT_OK
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:  # one of them is not there
+        return False
 
 
 def read_log(path: Path) -> Iterator[LogRecord]:

@@ -67,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     word = arguments[0] if arguments else ""
+    if sys.stdout is None or sys.stderr is None:
+        return _without_streams()
     if word in _WORKERS:
         return _become_worker(_WORKERS[word][0], arguments[1:])
     try:
@@ -92,6 +94,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"headrace: the output cannot be written: {error.strerror}.", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAULT
+
+
+def _without_streams() -> int:
+    """Closed where they should be open: files that are opened next would take their places."""
+    if sys.stderr is not None:
+        print(
+            "headrace: stdout is closed; send it to a file, or to /dev/null if nobody reads it.",
+            file=sys.stderr,
+        )
+    return EXIT_USER_ERROR
 
 
 def _run(word: str, arguments: list[str]) -> int:

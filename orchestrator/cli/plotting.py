@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 def need_matplotlib(path: Path) -> None:
     """Raises UserError: it is not installed, or `path` is of no kind that it writes."""
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--plot writes .png, .svg or .pdf, not {path.name!r}.")
+    if not path.parent.is_dir() or path.is_dir():
+        raise UserError(f"--plot {path} cannot be written: there is no such folder, or it is one.")
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             "--plot needs matplotlib in the environment that runs headrace; install it: "
             f"{sys.executable} -m pip install matplotlib"
         )
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--plot writes .png, .svg or .pdf, not {path.name!r}.")

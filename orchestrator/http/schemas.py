@@ -9,15 +9,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from orchestrator.http.settings import MAX_CHOICES, MAX_STOPS
 from orchestrator.requests import MAX_LOGPROBS
 
 #: int32: what no field of ours exceeds, so that numbers never overflow further in.
 _MAX_INT = 2**31 - 1
-Count = Annotated[int, Field(ge=1, le=_MAX_INT)]
-TokenId = Annotated[int, Field(ge=0, le=_MAX_INT)]
+
+
+def _no_bool(value: object) -> object:
+    """JSON's true is no 1, though Python's is."""
+    if isinstance(value, bool):
+        raise ValueError("a whole number is expected, not true or false")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_no_bool)]
+Count = Annotated[Whole, Field(ge=1, le=_MAX_INT)]
+TokenId = Annotated[Whole, Field(ge=0, le=_MAX_INT)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -99,11 +109,11 @@ class Sampled(Body):
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=_MAX_INT)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, le=_MAX_INT)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
@@ -132,7 +142,7 @@ class ChatRequest(Sampled):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -175,7 +185,7 @@ class CompletionRequest(Sampled):
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     )
     echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     # Known, and refused by name unless they ask for what happens anyway.
     suffix: Any = None
     best_of: Any = None
@@ -243,7 +253,7 @@ class DetokenizeRequest(Body):
 class CacheRequest(Body):
     """POST /admin/cache: how many slots are to be used."""
 
-    slots: Annotated[str | int, Field()]
+    slots: str | Whole
 
 
 class TraceRequest(Body):
@@ -255,4 +265,4 @@ class TraceRequest(Body):
 class WorkerRequest(Body):
     """POST /admin/workers: restart the worker of this process id."""
 
-    restart: Annotated[int, Field(ge=1, le=_MAX_INT)]
+    restart: Annotated[Whole, Field(ge=1, le=_MAX_INT)]

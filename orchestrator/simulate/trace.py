@@ -78,6 +78,8 @@ def read_trace(path: Path) -> RoutingTrace:
         UserError: there is no such file, or it is no trace; one sentence says what is wrong.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is no ordinary file; name a trace (.npz).")
         # Opened here, because numpy leaves it open when it turns out to be no archive.
         with path.open("rb") as file:
             magic = file.read(_MAGIC_BYTES)
@@ -111,7 +113,9 @@ def _checked(path: Path, arrays: dict[str, Any]) -> RoutingTrace:
         if name not in arrays:
             raise UserError(f"{path} is no routing trace: it has no array {name!r}.")
     ids = arrays["ids"]
-    if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
+    if ids.ndim == 3 and not ids.size:
+        raise UserError(f"{path}: the trace holds no steps; record a longer one.")
+    if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer):
         raise UserError(
             f"{path}: 'ids' must be whole numbers [steps, layers, top_k], "
             f"not {ids.dtype} {list(ids.shape)}."

@@ -187,6 +187,17 @@ def test_without_matplotlib_a_plot_is_one_sentence(
     assert not plot.exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "says"), [("x.xyz", "writes .png"), ("no/x.svg", "no such folder"), (".svg", "writes")]
+)
+def test_where_a_plot_cannot_go_is_told_first(
+    name: str, says: str, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["simulate", "--trace", trace, "--sweep", "slots=10", "--plot", str(tmp_path / name)]
+    assert main(words) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_a_plot_is_written(trace: str, tmp_path: Path) -> None:
     plot = tmp_path / "sweep.svg"
     words = ["simulate", "--trace", trace, "--sweep", "slots=10,50", "--steps", "5"]

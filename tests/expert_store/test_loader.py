@@ -340,6 +340,15 @@ def test_wrong_shape_of_a_dense_tensor(
     assert "[64]" in message
 
 
+@pytest.mark.parametrize("dtype", ["U32", "I32"])
+def test_whole_numbers_are_no_dense_weights(
+    dtype: str, broken: Path, segment: int, replace_tensor: Callable[..., None]
+) -> None:
+    wrong = {"model.norm.weight": (dtype, [64], bytes(64 * 4))}
+    replace_tensor(broken / "model.safetensors", "model.norm.weight", wrong)
+    assert f"tensor model.norm.weight has dtype {dtype}" in refusal(broken, segment)
+
+
 @pytest.mark.parametrize(("dtype", "size"), [("I32", 4), ("F8_E4M3", 1), ("F64", 8)])
 def test_wrong_dtypes(
     dtype: str, size: int, broken: Path, segment: int, replace_tensor: Callable[..., None]

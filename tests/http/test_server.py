@@ -63,6 +63,8 @@ def test_ids_of_requests(server: Server) -> None:
         (CHAT, {"messages": ASKED, "stop": ["x"] * 17}, "stop"),
         (CHAT, {"messages": ASKED, "stop": ""}, "stop"),
         (CHAT, {"messages": ASKED, "n": 0}, "n"),
+        (CHAT, {"messages": ASKED, "n": True}, "n"),
+        (CHAT, {"messages": ASKED, "max_tokens": True}, "max_tokens"),
         (CHAT, {"messages": ASKED, "max_tokens": 0}, "max_tokens"),
         (CHAT, {"messages": ASKED, "max_tokens": 10**30}, "max_tokens"),
         (CHAT, {"messages": ASKED * 51}, "messages"),

@@ -158,6 +158,20 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     assert done.stderr == "headrace: the output cannot be written: No space left on device.\n"
 
 
+def test_a_closed_stdout_is_one_sentence() -> None:
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"{sys.executable} -P -m orchestrator.cli.main doctor --json >&-"],
+        env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "headrace: stdout is closed; send it to a file, or to /dev/null if nobody reads it.\n"
+    )
+
+
 def test_alone_it_shows_the_way(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "headrace generate --model" in capsys.readouterr().err

@@ -51,6 +51,18 @@ def test_json(log_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report["slowest"][0]["slowest_layer"] == 0
 
 
+def test_a_trace_is_never_written_over_its_log(
+    log_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = log_path.read_bytes()
+    link = tmp_path / "other-name.json"
+    link.symlink_to(log_path)
+    for name in (log_path, link):
+        assert main(["latency", str(log_path), "--trace", str(name)]) == 2
+        assert "is the log itself" in capsys.readouterr().err
+    assert log_path.read_bytes() == whole
+
+
 def test_trace(log_path: Path, tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
     assert main(["latency", str(log_path), "--trace", str(out)]) == 0

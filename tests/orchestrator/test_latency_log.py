@@ -203,4 +203,11 @@ def test_a_full_disk_ends_the_log_and_nothing_else() -> None:
     log.write(LogHeader(1, "m", "float32", 2, 1, 24, 6, 24))
     log.flush()
     log.write(LogHeader(1, "m", "float32", 2, 1, 24, 6, 24))
-    log.close()
+    assert "/dev/full is not whole (No space left on device)" in log.close()
+
+
+def test_a_whole_log_has_lost_nothing(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "log.jsonl")
+    log.write(LogHeader(1, "m", "float32", 2, 1, 24, 6, 24))
+    assert log.close() == ""
+    assert log.close() == ""

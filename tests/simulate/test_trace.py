@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,7 +55,7 @@ def test_parts(tmp_path: Path) -> None:
         ({"num_experts": None}, "it has no array 'num_experts'"),
         ({"ids": np.zeros((2, 2), np.int16)}, "must be whole numbers"),
         ({"ids": np.zeros((2, 2, 1))}, "must be whole numbers"),
-        ({"ids": np.zeros((0, 2, 1), np.int16)}, "must be whole numbers"),
+        ({"ids": np.zeros((0, 2, 1), np.int16)}, "holds no steps"),
         ({"num_experts": np.array([4, 4])}, "must be one whole number"),
         ({"num_experts": np.float64(4.0)}, "must be one whole number"),
         ({"num_experts": np.int32(3)}, "experts 0 to 3, but there are 3"),
@@ -129,7 +130,7 @@ def test_a_member_packed_by_a_method_that_nobody_knows_is_one_sentence(tmp_path:
 def test_absent_folders_and_single_arrays_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="There is no trace"):
         read_trace(tmp_path / "none.npz")
-    with pytest.raises(UserError, match="not a readable"):
+    with pytest.raises(UserError, match="no ordinary file"):
         read_trace(tmp_path)
     np.save(tmp_path / "one.npy", np.zeros(3))
     with pytest.raises(UserError, match="single array"):
@@ -157,3 +158,10 @@ def test_a_made_up_trace_keeps_what_it_is_told_to() -> None:
     ).all()
     with pytest.raises(ValueError, match="cannot choose 5 of 4"):
         synthetic_trace(1, 1, 4, 5)
+
+
+def test_a_pipe_is_no_trace(tmp_path: Path) -> None:
+    path = tmp_path / "pipe.npz"
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="is no ordinary file"):
+        read_trace(path)

@@ -87,9 +87,11 @@ def add_max_isa(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-isa",
         choices=MAX_ISAS,
+        metavar="ISA",
         default="best",
-        help="the most to use of this processor for experts; the bits of the results are the same "
-        "for all of them but torch and, for bfloat16 experts, avx512_bf16 and amx; so every worker "
+        help=f"the most to use of this processor for experts, one of {', '.join(MAX_ISAS)}; the "
+        "bits of the results are the same for all of them but torch and, for bfloat16 experts, "
+        "avx512_bf16 and amx; so every worker "
         "of a pipeline must be given the same (default: %(default)s)",
     )
 

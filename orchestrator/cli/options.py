@@ -299,8 +299,10 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-isa",
         choices=MAX_ISAS,
-        help="the most that workers may use of the processor for experts; all give the same bits "
-        "but torch and, for bfloat16 experts, avx512_bf16 and amx (default: best)",
+        metavar="ISA",
+        help="the most that workers may use of the processor for experts, one of "
+        f"{', '.join(MAX_ISAS)}; all give the same bits but torch and, for bfloat16 "
+        "experts, avx512_bf16 and amx (default: best)",
     )
     group.add_argument(
         "--digest-logits",

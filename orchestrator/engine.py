@@ -372,6 +372,7 @@ class Engine:
             self.num_restarts(),
             self._channel.num_dropped,
             self._lifelines.waiting,
+            is_preloading=self._core is not None and self._core.is_preloading,
         )
 
     def num_restarts(self) -> dict[Role, int]:
@@ -379,8 +380,7 @@ class Engine:
         return self._supervisor.num_restarts if self._supervisor else self._hub.num_replaced
 
     def replace_worker(self, pid: int) -> bool:
-        """Kill the worker of this process, so that another takes its place; False: there is none.
-        The pipeline must be supervised, or somebody must start the other."""
+        """Kill the worker of this process; a supervisor starts another. False: there is none."""
         return self._hub.kill(pid)
 
     # ---------------------------------------------------------------- workers

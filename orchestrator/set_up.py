@@ -118,7 +118,18 @@ def core_config(
         max_num_seqs=settings.max_num_seqs,
         report_plans=True,
         expert_nodes=expert_nodes(layout, numa_nodes),
+        preload=_preloaded(settings, layout, num_slots),
     )
+
+
+def _preloaded(settings: PipelineSettings, layout: StoreLayout, num_slots: int) -> tuple[int, ...]:
+    """Experts of each layer that are copied before demand; none where no fill is wanted."""
+    is_wanted = settings.preload == "on" or (
+        settings.preload == "auto" and num_slots == layout.total_experts
+    )
+    if not is_wanted or settings.fill == "none" or settings.planner == "cpu-only":
+        return ()
+    return tuple(layout.num_experts)
 
 
 def worker_setup(

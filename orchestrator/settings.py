@@ -61,6 +61,8 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: Whether both branches are measured at the start; "auto": unless they are known, or the
     #: experts are so few that a cache may hold them.
     probe: str = "auto"
+    #: Whether free slots are filled before anybody asks for an expert; "auto": where all fit.
+    preload: str = "auto"
     latency_log: Path | None = None
     #: Where to write what routers choose, and what experts to take in their place.
     record_routing: Path | None = None

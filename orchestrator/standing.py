@@ -23,9 +23,13 @@ def status_of(
     num_restarts: Mapping[Role, int],
     num_dropped_messages: int,
     waiting: list[int] | None = None,
+    *,
+    is_preloading: bool = False,
 ) -> Status:
-    """The status of a pipeline that is doing `text`. `waiting`: while the model is loaded, the
-    processes that wait for it. Nobody counts as missing then: workers say who they are later."""
+    """The status of a pipeline that is doing `text`. `is_preloading`: experts are being copied
+    before the first request, which is asked to wait. `waiting`: while the model is loaded, the
+    processes that wait for it; nobody counts as missing then, since workers say who they are later.
+    """
     if waiting is not None:
         names = ", ".join(map(_process_name, waiting))
         text = f"{text}; waiting for that: {names}" if names else text
@@ -39,6 +43,8 @@ def status_of(
     is_ready = (
         not missing if settings.is_supervising else "gpu_worker" not in missing and has_branch
     )
+    if is_ready and is_preloading:
+        is_ready, text = False, "copying experts into free slots"
     if missing and text == "serving":
         text = f"serving without {' and '.join(missing)}"
     return Status(is_ready, text, missing, hub.statuses(num_restarts), num_dropped_messages)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu", "cuda")
 DENSE_PATHS = ("eager", "traced", "compiled", "native")
-PROBE_MODES = ("auto", "on", "off")
+PROBE_MODES = PRELOAD_MODES = ("auto", "on", "off")
 HUGE_PAGES_MODES = ("auto", "off")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 #: As orchestrator.core knows them; a test compares.
@@ -219,6 +219,12 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
         "calibrated or stated, or a cache may hold all experts (default: auto)",
     )
     group.add_argument(
+        "--preload",
+        choices=PRELOAD_MODES,
+        help="fill free slots before anybody asks for an expert; auto: where all experts have one "
+        "(default: auto)",
+    )
+    group.add_argument(
         "--emulate-link-gbps",
         type=_positive,
         metavar="Z",
@@ -327,6 +333,7 @@ _FIELDS = {
     "link_gbps": "link_gbps",
     "emulate_link_gbps": "emulate_link_gbps",
     "probe": "probe",
+    "preload": "preload",
     "cpu_workers": "num_cpu_workers",
     "numa_nodes": "numa_nodes",
     "huge_pages": "huge_pages",

@@ -79,6 +79,11 @@ class Core:
         """Whether no request is waiting or active."""
         return self._scheduler.is_idle
 
+    @property
+    def is_preloading(self) -> bool:
+        """Whether experts are being copied before the first request, which does well to wait."""
+        return self._dispatch.is_preloading
+
     def request_of(self, sequence: SequenceId) -> RequestId | None:
         """Whose sequence this is; None if it is over. Changes nothing."""
         return self._scheduler.request_of(sequence)
@@ -156,6 +161,8 @@ class Core:
         commands: list[CoreCommand] = []
         if not self._dispatch.resize(event.num_slots, commands):
             return self._ignored()
+        if self._scheduler.flight is None:
+            self._dispatch.preload(commands)
         return commands
 
     def _routed(self, event: Routed) -> list[CoreCommand]:
@@ -168,7 +175,11 @@ class Core:
 
     def _copied(self, event: Copied) -> list[CoreCommand]:
         commands: list[CoreCommand] = []
-        return commands if self._dispatch.copied(event, commands) else self._ignored()
+        if not self._dispatch.copied(event, commands):
+            return self._ignored()
+        if self._scheduler.flight is None:
+            self._dispatch.preload(commands)
+        return commands
 
     def _executed(self, event: Executed) -> list[CoreCommand]:
         commands: list[CoreCommand] = []
@@ -261,6 +272,8 @@ class Core:
             flight = self._scheduler.start_next(gpu_epoch, commands)
             if flight is not None:
                 self._dispatch.begin_step(flight)
+        if self._scheduler.flight is None:
+            self._dispatch.preload(commands)
         self._report_stall(commands)
         return commands
 

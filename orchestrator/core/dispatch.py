@@ -102,7 +102,7 @@ class ExpertDispatch(ExpertPlacement):
             roster,
             ExpertDirectory(config.num_slots, policy),
             AdaptiveSplit(config, policy, memory.last_demand, *rates),
-            config.expert_nodes,
+            config,
         )
         self._num_layers = config.num_layers
         self._report_plans = config.report_plans
@@ -138,6 +138,7 @@ class ExpertDispatch(ExpertPlacement):
         self._counters = RequestCounters()
         self.num_joined = 0
         self._background.evicted.clear()
+        self._preload.is_awaited = False
 
     def end_step(self, commands: list[CoreCommand]) -> None:
         """All layers of the step are through, and reported."""
@@ -408,8 +409,7 @@ class ExpertDispatch(ExpertPlacement):
         self._end_flight()
         self.num_joined = 0
         self._running.clear()
-        self._background.gpu_lost()
-        self.directory.clear()
+        self._slots_gone()
 
     def settle(self) -> list[CoreCommand]:
         """Learn from what has happened; what there is to say about it."""

@@ -77,6 +77,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     report_plans: bool = False
     #: The NUMA node of every (layer, expert); empty where that does not matter or is not known.
     expert_nodes: tuple[tuple[int, ...], ...] = ()
+    #: Experts of each layer, to be copied into free slots while nobody asks for any; empty: none.
+    preload: tuple[int, ...] = ()
 
 
 class WorkerFault(ValueError):

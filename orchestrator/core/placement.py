@@ -18,14 +18,16 @@ from orchestrator.core.adaptive_split import MAX_SAMPLE_ROWS
 from orchestrator.core.background import BackgroundFills
 from orchestrator.core.directory import SlotState
 from orchestrator.core.events import AllIn, RequestCounters, Unpublish
+from orchestrator.core.fill_choice import DEFAULT_MAX_BEHIND
 from orchestrator.core.near_division import divide_near
 from orchestrator.core.planner import divide_among
+from orchestrator.core.preload import Preload
 from protocol.messages import Copy, CopyId, Execute, Run, StepId
 
 if TYPE_CHECKING:
     from orchestrator.core.adaptive_split import AdaptiveSplit
     from orchestrator.core.directory import ExpertDirectory
-    from orchestrator.core.events import CoreCommand, Foreseen, Retired
+    from orchestrator.core.events import CoreCommand, CoreConfig, Foreseen, Retired
     from orchestrator.core.fluid_split import BranchCosts
     from orchestrator.core.layer_step import LayerStep
     from orchestrator.core.scheduler import Flight
@@ -43,6 +45,7 @@ class ExpertPlacement:
         "_expert_nodes",
         "_flight",
         "_last_copy",
+        "_preload",
         "_roster",
         "_running",
         "_split",
@@ -57,13 +60,14 @@ class ExpertPlacement:
         roster: Roster,
         directory: ExpertDirectory,
         split: AdaptiveSplit,
-        expert_nodes: tuple[tuple[int, ...], ...],
+        config: CoreConfig,
     ) -> None:
         self._roster = roster
-        self._expert_nodes = expert_nodes
+        self._expert_nodes = config.expert_nodes
         self._split = split
         self.directory = directory
         self._background = BackgroundFills(directory)
+        self._preload = Preload(directory, config.preload)
         self._last_copy = 0
         self._flight: Flight | None = None
         #: Of the step in flight, and of all steps that are over.
@@ -100,6 +104,24 @@ class ExpertPlacement:
             return False  # demand goes first
         return self._begin_behind(key, link, commands)
 
+    @property
+    def is_preloading(self) -> bool:
+        """Whether a first request does well to wait: experts are being copied for it."""
+        return self._preload.is_awaited and self._roster.link_epoch is not None
+
+    def preload(self, commands: list[CoreCommand]) -> None:
+        """No step is in flight: copy what has no slot yet into those that are free."""
+        link = self._roster.link_epoch
+        if link is None:
+            return
+        while len(self._background) < DEFAULT_MAX_BEHIND:
+            key = self._preload.next_key()
+            if key is None:
+                break
+            self._begin_behind(key, link, commands)
+        if not len(self._background):
+            self._preload.is_awaited = False
+
     def retired(self, retired: Retired, commands: list[CoreCommand]) -> bool:
         """No use of the slot's last expert goes on. False if that was known."""
         link = self._roster.link_epoch
@@ -112,6 +134,7 @@ class ExpertPlacement:
         if not 1 <= num_slots <= self.directory.num_slots:
             return False
         self._gave_up(self.directory.resize(num_slots), commands)
+        self._preload.restart()
         if self.work is not None:
             self._fill(self.work, commands)  # there may be more room now
         return True
@@ -131,9 +154,16 @@ class ExpertPlacement:
 
     # ---- a branch that is gone ----
 
+    def _slots_gone(self) -> None:
+        """With the gpu_worker; what is copied for nobody goes with them."""
+        self._background.gpu_lost()
+        self.directory.clear()
+        self._preload.restart()
+
     def link_lost(self, commands: list[CoreCommand]) -> None:
         """No slot will be filled any more: its copies are void, their experts go elsewhere."""
         self._background.link_lost()
+        self._preload.restart()
         work = self.work
         if work is None:
             return

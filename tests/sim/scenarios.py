@@ -38,6 +38,7 @@ def scenario(number: int) -> Scenario:
     # Drawn apart, so that a new kind of choice leaves every other one of a number as it was.
     more = random.Random(f"policies of {number}")
     words = random.Random(-1 - number)
+    preloads = random.Random(f"preload of {number}").random() < 0.4
     config = CoreConfig(
         num_layers=num_layers,
         top_k=top_k,
@@ -54,6 +55,7 @@ def scenario(number: int) -> Scenario:
         planner=more.choice(("closed-form", "fluid", "fluid", "fixed-fraction")),
         fill_behind=more.choice(("off", "on", "on", "auto")),
         num_experts=num_experts,
+        preload=(num_experts,) * num_layers if preloads and fill_mode != "none" else (),
         prefetch=more.choice((0, 0, 1, 2)) if num_layers > 1 else 0,
     )
     mood = rng.choice(("calm", "one role", "any", "any"))

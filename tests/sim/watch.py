@@ -122,6 +122,7 @@ class Onlooker:
         self.num_given_up = 0
         #: Copies of experts that the CPU runs.
         self.num_behind = 0
+        self.num_preloaded = 0
 
     def saw(self, event: CoreEvent, commands: Sequence[CoreCommand], *, is_stale: bool) -> None:
         """Take in one event and what the core made of it."""
@@ -396,6 +397,10 @@ class Onlooker:
         key = self.retiring.pop(command.copy, None)
         if key is None and self._hears_foreseen == (command.layer, command.expert):
             key = self._hears_foreseen
+        if key is None and self._step is None and self._config.preload:
+            key = (command.layer, command.expert)
+            self.num_preloaded += 1
+            _require(len(self._copying) < 2, f"{key} is one of many copies that nobody waits for")
         if key is None and self._parts.get(command.expert) in ("executing", "executed"):
             key = (command.layer, command.expert)  # behind the CPU's back
             _require(self._is_current_layer(command), f"{key} is copied for nobody")

@@ -69,6 +69,7 @@ def test_the_stories_are_as_eventful_as_they_are_meant_to_be() -> None:
     assert sum(story.num_waits for story in stories) > 50
     assert sum(story.num_layer_steps for story in stories) > 500
     assert sum(story.num_behind for story in stories) > 20
+    assert sum(story.num_preloaded for story in stories) > 10
     assert sum(story.num_learned for story in stories) > 1
     assert sum(story.num_given_up for story in stories) > 20
     assert sum(story.num_guest_steps for story in stories) > 20

@@ -145,6 +145,7 @@ class Story:
     num_retired: int = 0
     num_learned: int = 0
     num_behind: int = 0
+    num_preloaded: int = 0
     num_foreseen: int = 0
     num_full: int = 0
     #: Layer-steps with experts run from the table, and those decided only when they had run.
@@ -267,6 +268,7 @@ class Simulation:
         self.story.num_guest_steps = self.onlooker.num_guest_steps
         self.story.num_joint_steps = self.onlooker.num_joint_steps
         self.story.num_behind = self.onlooker.num_behind
+        self.story.num_preloaded = self.onlooker.num_preloaded
         self.story.num_started = self.onlooker.num_started
         self.story.num_deferred = self.onlooker.num_deferred
         self.story.num_full = sum(reader.num_full for reader in self._readers)

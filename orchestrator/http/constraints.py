@@ -43,6 +43,8 @@ class Constraints:
         async with self._lock:
             if grammar not in self._kept:
                 matcher = await asyncio.to_thread(self._compile, grammar, model)
+                if not matcher.is_error() and not await asyncio.to_thread(_can_begin, matcher):
+                    raise bad_request(f"{param} cannot be kept to: no text satisfies it", param)
                 if matcher.is_error():
                     reason = " ".join(matcher.get_error().split())[:300]
                     raise bad_request(f"{param} cannot be kept to: {reason}", param)
@@ -62,6 +64,13 @@ class Constraints:
                 eos_token=sorted(model.eos_tokens) or None,
             )
         return LLMatcher(self._tokenizer, grammar, log_level=0)
+
+
+def _can_begin(matcher: LLMatcher) -> bool:
+    """Whether any token may come first: a schema that is nothing but itself compiles as well."""
+    first = matcher.deep_copy()
+    first.compute_bitmask()
+    return not (first.is_error() or first.is_stopped())
 
 
 def grammar_of_format(form: ResponseFormat | None) -> str | None:

@@ -76,6 +76,7 @@ def test_any_object_begins_like_one(server: Server) -> None:
     [
         ({"response_format": json_schema({"type": "frob"})}, "response_format"),
         ({"response_format": json_schema({"$ref": "http://127.0.0.1:9/x"})}, "response_format"),
+        ({"response_format": json_schema({"$ref": "#"})}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),

@@ -1,8 +1,7 @@
 """Pipelines that run in turns, so that a noisy machine is noisy for all of them alike.
 
 Each way of running is a pipeline of its own that generates one long text. All but one of them stand
-still (SIGSTOP for every process), and twice a second or so another one runs: that which has made
-the fewest steps. The steps of a text are numbered, and with replayed routing step i asks for the
+still (SIGSTOP for every process), and twice a second or so it is the next one's turn. The steps of a text are numbered, and with replayed routing step i asks for the
 same experts in every pipeline: two ways are compared over the steps that both have made, wholly
 within turns of their own.
 """
@@ -125,8 +124,8 @@ def run_in_turns(
     turn_s: float,
     num_turns: int,
 ) -> dict[str, RunningText]:
-    """Start all `ways`, let each get `warm_up` steps ahead, then give each `num_turns` turns on
-    average. All are over, and their logs are whole, when this returns."""
+    """Start all `ways`, let each get `warm_up` steps ahead, then give each `num_turns` turns.
+    All are over, and their logs are whole, when this returns."""
     texts: dict[str, RunningText] = {}
     try:
         for name, flags in ways.items():
@@ -135,9 +134,9 @@ def run_in_turns(
             texts[name] = RunningText(model, log, flags, max_tokens)
             texts[name].wait_for_steps(warm_up)
             texts[name].signal(signal.SIGSTOP)
-        # The next turn is for whoever has made the fewest steps, so that all make the same ones.
-        for _ in range(num_turns * len(texts)):
-            min(texts.values(), key=lambda text: len(text.steps())).turn(turn_s)
+        for _ in range(num_turns):
+            for text in texts.values():
+                text.turn(turn_s)
     finally:
         for text in texts.values():
             text.end()

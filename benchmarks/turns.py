@@ -1,9 +1,9 @@
 """Pipelines that run in turns, so that a noisy machine is noisy for all of them alike.
 
 Each way of running is a pipeline of its own that generates one long text. All but one of them stand
-still (SIGSTOP for every process), and twice a second or so it is the next one's turn. The steps of a text are numbered, and with replayed routing step i asks for the
-same experts in every pipeline: two ways are compared over the steps that both have made, wholly
-within turns of their own.
+still (SIGSTOP for every process), and twice a second or so it is the next one's turn. The steps of
+a text are numbered, and with replayed routing step i asks for the same experts in every pipeline:
+two ways are compared over the steps that both have made, wholly within turns of their own.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ Experts lie in a segment like a store's, larger than any cache by far, and are v
 Each call computes eight of them, as a layer-step of decode does, with all its rows in each. The
 read ceiling, the native kernels and torch take turns in short slices of the same memory with the
 same number of threads; what is shown is the median over the rounds, so that a moment in which
-somebody else used the machine touches all three or none. Weights count once per call, however
-many rows, quantised ones with their scales. For several rows, `bound_ms` is what an expert may
-take: the longer of reading its weights at the ceiling and twice its multiplications at torch's best
-matrix product (`torch_gflops`).
+somebody else used the machine touches all three or none. Machines differ in how they read fastest,
+so several ways are tried first and the ceiling is the best of them. Weights count once per call,
+however many rows, quantised ones with their scales. For several rows, `bound_ms` is what an expert
+may take: the longer of reading its weights at the ceiling and twice its multiplications at torch's
+best matrix product (`torch_gflops`).
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ SHAPES = ((2048, 768, 128), (2048, 512, 256), (4096, 14336, 8), (2880, 2880, 32)
 WORKING_SET_BYTES = 3_000_000_000
 EXPERTS_PER_CALL = 8
 _READ_BYTES = 256 * 1024 * 1024
+#: Streams of a thread and bytes that it asks ahead: ways to read, of which the fastest counts.
+_WAYS = tuple((streams, ahead) for ahead in (256, 1024) for streams in (1, 2, 4, 8, 16))
+_WAY_BYTES = 64 * 1024 * 1024
+_WAY_ROUNDS = 9
 _SLICE_S = 0.1
 _PRODUCT = (512, 2048, 1536)  # rows, inputs, outputs
 QUICK_FORMATS = ("bfloat16", "int8", "int4", "mxfp4", "nvfp4", "fp8")
@@ -72,6 +77,14 @@ class Row(msgspec.Struct, frozen=True):
     """Median over the rounds of native rate / read ceiling."""
     time_ms: float
     bound_ms: float
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """The fastest way to read, with some number of threads."""
+
+    streams: int
+    ahead_bytes: int
+    gbps: float
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -99,24 +112,27 @@ def main() -> int:
         return 2
     rows = []
     with Memory() as memory:
-        gflops = {
-            n: torch_gflops(n, _stopwatch(args, n)) for n in {case.threads for case in _cases(args)}
-        }
+        memory.fill(_layout_of(_cases(args)[0]))
+        threads = sorted({case.threads for case in _cases(args)})
+        gflops = {n: torch_gflops(n, _stopwatch(args, n)) for n in threads}
+        readings = {n: fastest_reading(memory.blocks, args, n) for n in threads}
         for number, case in enumerate(_cases(args)):
             progress.print(f"{number + 1} of {len(_cases(args))}: {case}", style="dim")
             memory.fill(_layout_of(case))
-            rows.append(measure(case, memory.blocks, args, gflops[case.threads]))
+            n = case.threads
+            rows.append(measure(case, memory.blocks, args, gflops[n], readings[n]))
         result = {
             "isa": NativeExpertFunction(_layout_of(_cases(args)[0]), max_isa=args.max_isa).isa,
             "cpus": len(os.sched_getaffinity(0)),
             "has_huge_pages": memory.has_huge_pages,
             "torch_gflops": {str(n): round(rate, 1) for n, rate in gflops.items()},
+            "reading": {str(n): msgspec.to_builtins(found) for n, found in readings.items()},
             "rows": [msgspec.to_builtins(row) for row in rows],
         }
     if args.json:
         print(json.dumps(result, indent=2))
     else:
-        _print_table(rows, result)
+        _print_table(rows, result, readings)
     return 0
 
 
@@ -219,7 +235,32 @@ def torch_gflops(num_threads: int, now_s: Callable[[], float] = time.perf_counte
     return max(rate(dtype, rows) for dtype in dtypes)
 
 
-def measure(case: Case, blocks: torch.Tensor, args: argparse.Namespace, gflops: float) -> Row:
+def fastest_reading(blocks: torch.Tensor, args: argparse.Namespace, num_threads: int) -> Reading:
+    """The way whose median rate is best, all of them by turns."""
+    native = NativeExpertFunction(
+        _layout_of(_cases(args)[0]), max_isa=args.max_isa, num_threads=num_threads
+    )
+    now_s = _stopwatch(args, num_threads)
+    size = min(_WAY_BYTES, blocks.numel())
+    rates: dict[tuple[int, int], list[float]] = {way: [] for way in _WAYS}
+    for turn in range(_WAY_ROUNDS * len(_WAYS)):
+        way = _WAYS[turn % len(_WAYS)]
+        start = turn % (blocks.numel() // size) * size
+        began_s = now_s()
+        native.read(blocks[start : start + size], *way)
+        rates[way].append(size / (now_s() - began_s) / 1e9)
+    native.close()
+    gbps, way = max((statistics.median(found), way) for way, found in rates.items())
+    return Reading(*way, gbps=round(gbps, 6))
+
+
+def measure(
+    case: Case,
+    blocks: torch.Tensor,
+    args: argparse.Namespace,
+    gflops: float,
+    reading: Reading,
+) -> Row:
     """Rounds of slices: read, native, torch."""
     layout = _layout_of(case)
     native = NativeExpertFunction(layout, max_isa=args.max_isa, num_threads=case.threads)
@@ -239,7 +280,7 @@ def measure(case: Case, blocks: torch.Tensor, args: argparse.Namespace, gflops: 
 
     def read(turn: int) -> int:
         start = turn * _READ_BYTES % (WORKING_SET_BYTES - _READ_BYTES)
-        native.read(blocks[start : start + _READ_BYTES])
+        native.read(blocks[start : start + _READ_BYTES], reading.streams, reading.ahead_bytes)
         return _READ_BYTES
 
     def run(compute: TorchCompute, size: int) -> Callable[[int], int]:
@@ -297,7 +338,7 @@ def _stride(num_blocks: int) -> int:
     return stride
 
 
-def _print_table(rows: list[Row], result: dict[str, object]) -> None:
+def _print_table(rows: list[Row], result: dict[str, object], readings: dict[int, Reading]) -> None:
     table = Table(title=f"Experts on {result['cpus']} cpus, {result['isa']}")
     for name in ("format", "H x I", "rows", "threads", "GB/s", "of", "share", "torch", "ms", "<="):
         table.add_column(name, justify="right")
@@ -315,6 +356,11 @@ def _print_table(rows: list[Row], result: dict[str, object]) -> None:
             f"{row.bound_ms:.2f}",
         )
     Console().print(table)
+    for num_threads, reading in readings.items():
+        print(
+            f"reading with {num_threads} threads: {reading.streams} streams each, "
+            f"{reading.ahead_bytes} bytes ahead, {reading.gbps:.1f} GB/s"
+        )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from expert_store.formats import FormatKind, ScaleKind
     from expert_store.layout import Dtype, ExpertForm, GateKind, StoreLayout
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY_NAME = "headrace_experts.so"
 
 #: HrDtype.
@@ -193,7 +193,9 @@ def open_library(places: Iterable[Path]) -> ctypes.CDLL:
         ctypes.c_void_p, ctypes.POINTER(Form), ctypes.c_int32, ctypes.POINTER(Step),
     ]  # fmt: skip
     library.hr_run.restype = ctypes.c_int32
-    library.hr_read.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    library.hr_read.argtypes = [
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32,
+    ]  # fmt: skip
     library.hr_read.restype = ctypes.c_uint64
     return library
 

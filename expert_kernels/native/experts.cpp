@@ -117,17 +117,18 @@ bool is_known(const HrForm& form, int32_t isa) {
 struct ReadJob {
     const char* data;
     int64_t num_bytes;
+    int64_t ahead_bytes;
     std::atomic<uint64_t> checksum{0};
 };
 
-// So many streams keep more of memory busy than fewer, and an odd number of lines apart they do not
-// push each other out of a cache.
-constexpr int NUM_STREAMS = 16;
-constexpr int64_t READ_TILE_BYTES = NUM_STREAMS * 1021 * 64;
+// A prime number of lines for each of sixteen streams: however many there are, none lies a power of
+// two behind another, where they would push each other out of a cache.
+constexpr int64_t READ_TILE_BYTES = 16 * 1021 * 64;
 
+template <int NUM_STREAMS>
 void read_tile(void* context, int64_t tile, int64_t) {
     ReadJob& job = *static_cast<ReadJob*>(context);
-    const int64_t begin = tile * READ_TILE_BYTES;
+    const int64_t begin = tile * READ_TILE_BYTES, ahead_bytes = job.ahead_bytes;
     const int64_t stream_bytes =
         std::min(READ_TILE_BYTES, job.num_bytes - begin) / (64 * NUM_STREAMS) * 64;
     const char* data = job.data + begin;
@@ -138,10 +139,17 @@ void read_tile(void* context, int64_t tile, int64_t) {
             const char* line = data + stream * stream_bytes + i;
             uint64_t word;
             memcpy(&word, line, sizeof word);
-            __builtin_prefetch(line + 1024, 0, 3);
+            __builtin_prefetch(line + ahead_bytes, 0, 3);
             total += word;
         }
     job.checksum.fetch_add(total, std::memory_order_relaxed);
+}
+
+TilePool::Work read_tile_in(int32_t num_streams) {
+    if (num_streams >= 16) return read_tile<16>;
+    if (num_streams >= 8) return read_tile<8>;
+    if (num_streams >= 4) return read_tile<4>;
+    return num_streams >= 2 ? read_tile<2> : read_tile<1>;
 }
 
 }  // namespace
@@ -191,10 +199,11 @@ int32_t hr_run(HrPool* pool, const HrForm* form, int32_t isa, const HrStep* step
     }
 }
 
-uint64_t hr_read(HrPool* pool, const void* data, int64_t num_bytes) {
+uint64_t hr_read(HrPool* pool, const void* data, int64_t num_bytes, int32_t num_streams,
+                 int32_t ahead_bytes) {
     std::lock_guard<std::mutex> lock(pool->one_caller);
-    ReadJob job{static_cast<const char*>(data), num_bytes, {}};
+    ReadJob job{static_cast<const char*>(data), num_bytes, ahead_bytes, {}};
     const int64_t num_tiles = (num_bytes + READ_TILE_BYTES - 1) / READ_TILE_BYTES;
-    pool->threads.run(num_tiles, pool->threads.num_threads(), read_tile, &job);
+    pool->threads.run(num_tiles, pool->threads.num_threads(), read_tile_in(num_streams), &job);
     return job.checksum.load();
 }

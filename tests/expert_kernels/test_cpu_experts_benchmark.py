@@ -24,6 +24,7 @@ def _little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_experts, "SHAPES", ((64, 64, 16), (96, 32, 8)))
     monkeypatch.setattr(cpu_experts, "_READ_BYTES", 500_000)
     monkeypatch.setattr(expert_blocks, "_PATTERN_ITEMS", 4096)
+    monkeypatch.setattr(cpu_experts, "_WAY_BYTES", 500_000)
     monkeypatch.setattr(cpu_experts, "_SLICE_S", 0.001)
     monkeypatch.setattr(cpu_experts, "_PRODUCT", (32, 64, 48))
 
@@ -44,6 +45,9 @@ def test_rows_have_what_is_promised(
     assert max(row["rows"] for row in rows) == 128
     assert all(row[name] > 0 for row in rows for name in STATED - {"format"})
     assert all(row["bound_ms"] > 0 for row in rows)
+    reading = result["reading"]["1"]
+    assert (reading["streams"], reading["ahead_bytes"]) in cpu_experts._WAYS
+    assert reading["gbps"] > 0
 
 
 def test_a_table_is_shown(

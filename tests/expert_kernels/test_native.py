@@ -318,6 +318,15 @@ def test_no_rows_give_no_rows(name: str) -> None:
 
 
 @needs_library
+def test_every_way_to_read_reads_the_same() -> None:
+    memory = torch.randint(0, 256, (3 * 16 * 1021 * 64 + 16 * 64,), dtype=torch.uint8)
+    function = make_native(FORMS["plain"], "float32", num_threads=2)
+    expected = int(memory.view(torch.int64)[::8].sum()) % 2**64
+    for num_streams in (1, 2, 4, 8, 16):
+        assert function.read(memory, num_streams, 256) == expected
+
+
+@needs_library
 def test_a_closed_pool_leaves_no_thread() -> None:
     def num_threads() -> int:
         return len(list(Path("/proc/self/task").iterdir()))

@@ -36,7 +36,8 @@ struct KernelSet {
     const Kernels* plain;
     const PackedKernels* packed;
     const Gates* gates;
-    const LaidKernels* laid;  // null: none
+    const LaidKernels* laid;   // null: none
+    const PairKernels* pairs;  // null: none
 };
 
 #if defined(HR_HAS_X86)
@@ -59,13 +60,14 @@ bool may_use_amx() {
 // Ascending. A set that only some formats gain by takes the others' kernels from the one below.
 std::vector<KernelSet> find_kernels() {
     std::vector<KernelSet> found{
-        {"scalar", &scalar_kernels, &scalar_packed, &scalar_gates, nullptr}};
+        {"scalar", &scalar_kernels, &scalar_packed, &scalar_gates, nullptr, nullptr}};
     [[maybe_unused]] const auto add = [&found](const char* name, const Kernels& plain,
                                                const PackedKernels& packed, const Gates& gates,
-                                               const LaidKernels* laid = nullptr) {
+                                               const LaidKernels* laid = nullptr,
+                                               const PairKernels* pairs = nullptr) {
         if (has_scalar_bits(plain) && has_scalar_bits(packed) && has_scalar_bits(gates) &&
-            (!laid || is_near_scalar(*laid)))
-            found.push_back({name, &plain, &packed, &gates, laid});
+            (!laid || is_near_scalar(*laid)) && (!pairs || is_near_scalar(*pairs)))
+            found.push_back({name, &plain, &packed, &gates, laid, pairs});
     };
 #if defined(HR_HAS_X86)
     __builtin_cpu_init();
@@ -83,11 +85,13 @@ std::vector<KernelSet> find_kernels() {
             const PackedKernels& of_bytes =
                 __builtin_cpu_is("amd") ? avx512_two_streams_packed : avx512_packed;
             if (has_bytes) add("avx512_vnni", avx512_kernels, of_bytes, avx512_gates);
-            if (has_words && __builtin_cpu_supports("avx512bf16"))
+            const bool has_pairs = has_words && __builtin_cpu_supports("avx512bf16");
+            if (has_pairs)
                 add("avx512_bf16", avx512_kernels, has_bytes ? of_bytes : avx512_words_packed,
-                    avx512_gates, &avx512_laid);
+                    avx512_gates, &avx512_laid, &avx512_pairs);
             if (has_bytes && may_use_amx())
-                add("amx", avx512_kernels, amx_packed, avx512_gates, &amx_laid);
+                add("amx", avx512_kernels, amx_packed, avx512_gates, &amx_laid,
+                    has_pairs ? &avx512_pairs : nullptr);
         }
     }
 #endif
@@ -192,7 +196,8 @@ int32_t hr_run(HrPool* pool, const HrForm* form, int32_t isa, const HrStep* step
         if (form->kind == HR_PLAIN)
             run_plain_step(*pool, *form, *kernels.plain, kernels.laid, *kernels.gates, *step);
         else if (find_packed_format(*form, format))
-            run_packed_step(*pool, *form, format, *kernels.packed, *kernels.gates, *step);
+            run_packed_step(*pool, *form, format, *kernels.packed, kernels.pairs, *kernels.gates,
+                            *step);
         return 0;
     } catch (const std::bad_alloc&) {
         return 1;

@@ -12,6 +12,8 @@
 //   fp8             Four sums per group, input k goes to sum k % 4, ascending, one fused
 //                   multiply-add each with the weight / 256 (exact); then
 //                       sum = fma((s0 + s1) + (s2 + s3), scale * 256, sum)
+//                   Experts with rows of bfloat16 have bits of their own where the processor
+//                   multiplies pairs of such numbers: see PairKernels.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +49,7 @@ int64_t packed_tile_bytes(const PackedFormat& format, int64_t depth);
 
 // A row as the kernels take it. codes: groups * group_size of 16 bits, ordered within each group as
 // the instruction set likes it (packed_template.h). values: for fp8 alone, instead of codes;
-// groups * group_size too, zeros beyond the row's end.
+// groups * group_size too, zeros beyond the row's end. PairKernels take codes alone.
 struct PackedRow {
     const int16_t* codes;
     const float* scales;  // per group; for e4m3 scales, which kernels take / 256, times 256
@@ -98,6 +100,22 @@ inline void quantise_row(const PackedKernels& kernels, const PackedFormat& forma
 // Whether these give the scalar kernels' bits on this machine (self_check.cpp).
 bool has_scalar_bits(const PackedKernels& kernels);
 
+// Products of fp8 weights with rows that are bfloat16, for processors that multiply pairs of them. Like
+// those of LaidKernels (kernels.h) they add in an order of their own, subnormal values count as zeros,
+// and a row alone has the bits of a row among many: one sum per group, which begins with 0; of each
+// four inputs first the pair k, k+2 is added, then k+1, k+3, rounded as the processor's instruction
+// does, with the weight / 256 (exact); then
+//     sum = fma(sum of the group, scale * 256, sum)
+struct PairKernels {
+    // `count` values that are bfloat16 numbers, a multiple of 16, to what PackedRow holds as codes.
+    void (*lay)(const float* values, int64_t count, int16_t* codes);
+    void (*multiply)(const PackedProduct&);
+};
+
+// Whether these give nearly the scalar kernels' numbers, and a row alone the bits that it has among
+// others (self_check.cpp).
+bool is_near_scalar(const PairKernels& kernels);
+
 extern const PackedKernels scalar_packed;
 #if defined(HR_HAS_X86)
 extern const PackedKernels avx2_packed;
@@ -105,6 +123,7 @@ extern const PackedKernels avx512_words_packed;
 extern const PackedKernels avx512_packed;
 extern const PackedKernels avx512_two_streams_packed;  // the same, reading two tiles side by side
 extern const PackedKernels amx_packed;
+extern const PairKernels avx512_pairs;
 #endif
 #if defined(HR_HAS_NEON)
 extern const PackedKernels neon_packed;

@@ -2,6 +2,7 @@
 //
 // Integer formats take their rows as 16-bit codes (packed.h): the hidden rows are quantised before
 // the job, an expert's intermediate rows by whoever computes the last tile of its first projection.
+// So does fp8 where rows are bfloat16 and there are kernels for that: the codes are those numbers.
 
 #include "step_job.h"
 
@@ -20,6 +21,7 @@ struct PackedJob {
     const HrForm& form;
     const PackedFormat& format;
     const PackedKernels& kernels;
+    const PairKernels* pairs;  // null: `kernels` multiply
     const Gates& gates;
     const HrStep& step;
     std::vector<Expert> experts;
@@ -37,15 +39,15 @@ struct PackedJob {
     int32_t down_tiles;
 
     int64_t num_tiles() const { return int64_t(experts.size()) * (first_tiles + down_tiles); }
-    bool has_codes() const { return format.kind != HR_FP8; }
+    bool has_codes() const { return format.kind != HR_FP8 || pairs; }
 };
 
 // Rows of `depth` values (a multiple of the group size), ready to be quantised in place.
-PackedRow* lay_out_rows(RowScratch& scratch, const PackedFormat& format, int64_t num_rows,
+PackedRow* lay_out_rows(RowScratch& scratch, const PackedJob& job, int64_t num_rows,
                         int64_t depth) {
-    const int64_t num_groups = depth / format.group_size;
+    const int64_t num_groups = depth / job.format.group_size;
     float* values = scratch.values.items(num_rows * apart_in_cache(depth));
-    const bool has_codes = format.kind != HR_FP8;
+    const bool has_codes = job.has_codes();
     int16_t* codes = has_codes ? scratch.codes.items(num_rows * depth) : nullptr;
     float* scales = has_codes ? scratch.scales.items(num_rows * num_groups) : nullptr;
     int32_t* sums = has_codes ? scratch.sums.items(num_rows * num_groups) : nullptr;
@@ -61,14 +63,16 @@ PackedRow* lay_out_rows(RowScratch& scratch, const PackedFormat& format, int64_t
 
 // The row's memory is the job's own scratch, which PackedRow shows to the kernels as constant.
 void quantise_row(const PackedJob& job, const PackedRow& row, int64_t depth) {
-    if (job.has_codes())
+    if (job.pairs)
+        job.pairs->lay(row.values, depth, const_cast<int16_t*>(row.codes));
+    else if (job.has_codes())
         quantise_row(job.kernels, job.format, row.values, depth / job.format.group_size,
                      const_cast<int16_t*>(row.codes), const_cast<float*>(row.scales),
                      const_cast<int32_t*>(row.sums));
 }
 
 void multiply(const PackedJob& job, const PackedProduct& product) {
-    job.kernels.multiply[job.format.kind - 1](product);
+    (job.pairs ? job.pairs->multiply : job.kernels.multiply[job.format.kind - 1])(product);
 }
 
 // The gate of `count` units from `begin` on, of one row whose sums are 16 gates, 16 ups, ...
@@ -192,11 +196,13 @@ int32_t outputs_per_tile(int64_t wanted_bytes, int64_t tile_bytes, int64_t ways,
 }  // namespace
 
 void run_packed_step(HrPool& pool, const HrForm& form, const PackedFormat& format,
-                     const PackedKernels& kernels, const Gates& gates, const HrStep& step) {
-    PackedJob job{form,    format,  kernels, gates, step, chosen_experts(step), nullptr, nullptr,
-                  nullptr, nullptr, 0,       0,     0,    0,                    0,       0,
-                  0,       0};
+                     const PackedKernels& kernels, const PairKernels* pairs, const Gates& gates,
+                     const HrStep& step) {
+    PackedJob job{form,    format,  kernels, nullptr, gates, step, chosen_experts(step), nullptr,
+                  nullptr, nullptr, nullptr, 0,       0,     0,    0,                    0,
+                  0,       0,       0};
     if (job.experts.empty()) return;
+    if (format.kind == HR_FP8 && form.dtype == HR_BFLOAT16) job.pairs = pairs;
     job.ways = form.has_gate ? 2 : 1;
     job.first_bytes = packed_tile_bytes(format, form.hidden_size);
     job.down_bytes = packed_tile_bytes(format, form.intermediate_size);
@@ -219,8 +225,8 @@ void run_packed_step(HrPool& pool, const HrForm& form, const PackedFormat& forma
     const int64_t num_rows = num_rows_of(step), num_pairs = step.pair_begin[step.num_experts];
     const int64_t hidden_depth = round_up(form.hidden_size, format.group_size);
     job.middle_depth = round_up(form.intermediate_size, format.group_size);
-    PackedRow* hidden = lay_out_rows(pool.hidden, format, num_rows, hidden_depth);
-    job.middle = lay_out_rows(pool.middle, format, num_pairs, job.middle_depth);
+    PackedRow* hidden = lay_out_rows(pool.hidden, job, num_rows, hidden_depth);
+    job.middle = lay_out_rows(pool.middle, job, num_pairs, job.middle_depth);
     job.middle_values = pool.middle.values.items(0);
     job.hidden = hidden;
     const int64_t row_bytes = form.hidden_size * item_bytes(form.dtype);

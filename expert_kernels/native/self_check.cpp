@@ -207,6 +207,59 @@ bool has_scalar_bits(const PackedKernels& kernels) {
            is_equal(HR_FP8, HR_SCALE_FLOAT32, 128, 0);
 }
 
+bool is_near_scalar(const PairKernels& kernels) {
+    HrForm form{};
+    form.kind = HR_FP8;
+    form.group_size = 128;
+    PackedFormat format;
+    if (!find_packed_format(form, format)) return false;
+    // Tiles: four side by side, two, one; rows: a block of them, several.
+    constexpr int NUM_TILES = 7, NUM_GROUPS = 2, NUM_ROWS = 19, DEPTH = NUM_GROUPS * 128;
+    const int64_t tile_bytes = packed_tile_bytes(format, DEPTH);
+    std::vector<char> tiles(size_t(NUM_TILES * tile_bytes));
+    fill(tiles, HR_FLOAT32, 9);  // scales of such magnitudes, and codes that are any numbers
+    for (size_t at = 0; at < tiles.size(); at++)
+        if ((tiles[at] & 0x7f) == 0x7f) tiles[at] = 0;
+    std::vector<char> halves(NUM_ROWS * DEPTH * 2);
+    fill(halves, HR_BFLOAT16, 10);
+    std::vector<float> values(NUM_ROWS * DEPTH);
+    std::vector<int16_t> codes(values.size());
+    std::vector<PackedRow> rows;
+    for (size_t i = 0; i < values.size(); i++)
+        memcpy(reinterpret_cast<char*>(&values[i]) + 2, &halves[i * 2], 2);
+    for (size_t at = 0; at < values.size(); at += DEPTH) {
+        kernels.lay(&values[at], DEPTH, &codes[at]);
+        rows.push_back({&codes[at], nullptr, nullptr, &values[at]});
+    }
+    std::vector<float> expected(NUM_ROWS * NUM_TILES * TILE_OUTPUTS), found(expected.size());
+    std::vector<float> alone(expected.size());
+    PackedProduct product{};
+    product.format = &format;
+    product.tiles = tiles.data();
+    product.tile_bytes = tile_bytes;
+    product.num_tiles = NUM_TILES;
+    product.num_groups = NUM_GROUPS;
+    product.out_stride = NUM_TILES * TILE_OUTPUTS;
+    product.rows = rows.data();
+    product.num_rows = NUM_ROWS;
+    product.out = expected.data();
+    scalar_packed.multiply[HR_FP8 - 1](product);
+    product.out = found.data();
+    kernels.multiply(product);
+    product.num_rows = 1;
+    for (int m = 0; m < NUM_ROWS; m++, product.rows++) {
+        product.out = &alone[size_t(m * product.out_stride)];
+        kernels.multiply(product);
+    }
+    float most = 0;
+    for (const float value : expected) most = value > most ? value : most;
+    for (size_t i = 0; i < found.size(); i++) {
+        const float apart = found[i] - expected[i];
+        if (!(apart <= most * 1e-5f && apart >= most * -1e-5f)) return false;
+    }
+    return most > 0 && !memcmp(found.data(), alone.data(), found.size() * sizeof(float));
+}
+
 bool has_scalar_bits(const Gates& gates) {
     constexpr int COUNT = 75;  // no multiple of what a loop does at once
     std::vector<char> sums(2 * COUNT * sizeof(float)), biases(2 * COUNT * sizeof(float));

@@ -122,8 +122,10 @@ inline void wait_for_zero(const std::atomic<int32_t>& counter) {
 // `laid`: for bfloat16 instead of `kernels`, null where there are none.
 void run_plain_step(HrPool& pool, const HrForm& form, const Kernels& kernels,
                     const LaidKernels* laid, const Gates& gates, const HrStep& step);
+// `pairs`: for fp8 with rows of bfloat16 instead of `kernels`, null where there are none.
 void run_packed_step(HrPool& pool, const HrForm& form, const PackedFormat& format,
-                     const PackedKernels& kernels, const Gates& gates, const HrStep& step);
+                     const PackedKernels& kernels, const PairKernels* pairs, const Gates& gates,
+                     const HrStep& step);
 
 // Kernels of instruction set number `isa`, null when there is none of that number (experts.cpp).
 const Kernels* plain_kernels(int32_t isa);

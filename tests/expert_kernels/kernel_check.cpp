@@ -132,9 +132,9 @@ bool is_equal(const Shape& shape, const Packing* packing, int dtype, int isa,
     return false;
 }
 
-// bfloat16 where there are instructions for its products.
+// bfloat16, and fp8 with rows of it, where there are instructions for its products.
 bool adds_in_its_own_order(const Shape& shape, const Packing* packing, int dtype, int isa) {
-    return !packing && dtype == HR_BFLOAT16 && !shape.is_transposed &&
+    return (packing ? packing->kind == HR_FP8 : !shape.is_transposed) && dtype == HR_BFLOAT16 &&
            (!std::strcmp(hr_isa_name(isa), "avx512_bf16") || !std::strcmp(hr_isa_name(isa), "amx"));
 }
 

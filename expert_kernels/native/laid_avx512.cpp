@@ -17,7 +17,7 @@ constexpr int LINE_BYTES = 64;
 constexpr int ITEM_BYTES = 2;
 static_assert(LAID_INPUTS * ITEM_BYTES == LINE_BYTES);
 // How far ahead each of the streams that weights come in is asked for.
-constexpr int PREFETCH_BYTES = 512;
+constexpr int PREFETCH_BYTES = 256;
 // For up to so many rows weights come in eight streams, else in four, each line then being used
 // for as many rows as there are registers for the sums of.
 constexpr int FEW_ROWS = 3, ROWS_AT_ONCE = 6;

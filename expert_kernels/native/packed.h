@@ -121,7 +121,7 @@ extern const PackedKernels scalar_packed;
 extern const PackedKernels avx2_packed;
 extern const PackedKernels avx512_words_packed;
 extern const PackedKernels avx512_packed;
-extern const PackedKernels avx512_two_streams_packed;  // the same, reading two tiles side by side
+extern const PackedKernels avx512_amd_packed;  // the same, reading as AMD's processors like it
 extern const PackedKernels amx_packed;
 extern const PairKernels avx512_pairs;
 #endif

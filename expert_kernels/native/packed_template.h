@@ -40,15 +40,15 @@ namespace {
 // The code stream is read once; asking this far ahead keeps the memory busy across pages.
 constexpr int PACKED_PREFETCH_BYTES = 2048;
 
-// What is asked for while a line is read. Streams end: from `end` in the first of them on, it is what
-// lies `jump` bytes farther than usual, the beginning of the streams that are read next.
+// What is asked for while a line is read: what lies `usual` bytes farther. Streams end: from `end` in
+// the first of them on, it is what lies `jump` bytes behind that, the beginning of the streams that
+// are read next.
 struct Ahead {
-    const char* end;
+    int64_t usual;
     int64_t jump;
+    const char* end;
 
-    int64_t bytes(const char* line) const {
-        return line < end ? PACKED_PREFETCH_BYTES : PACKED_PREFETCH_BYTES + jump;
-    }
+    int64_t bytes(const char* line) const { return line < end ? usual : usual + jump; }
 };
 
 constexpr int8_t INT4_VALUES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
@@ -242,10 +242,10 @@ __attribute__((always_inline)) inline void add_fp8_group(
 }
 
 // Tiles tile, tile + apart, ... (T of them) of rows row .. row + M. What is read after them lies
-// `jump` bytes behind their ends.
+// ahead.jump bytes behind their ends.
 template <class P, class K, int T, int M>
 __attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, int apart, int row,
-                                              int64_t jump) {
+                                              Ahead ahead) {
     constexpr int KIND = K::KIND, PARTS = TILE_OUTPUTS / P::LANES;
     const PackedFormat& format = *p.format;
     const PackedRow* rows = p.rows + row;
@@ -263,7 +263,7 @@ __attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, 
         record[t] = start[t] + format.header_bytes;
         if (format.header_bytes) P::prefetch(start[t]);
     }
-    const Ahead ahead{start[0] + p.tile_bytes - PACKED_PREFETCH_BYTES, jump};
+    ahead.end = start[0] + p.tile_bytes - ahead.usual;
     const int group_scale_bytes = TILE_OUTPUTS * format.scale_bytes;
     const int zeros_offset = format.groups_per_record * group_scale_bytes;
     for (int64_t first = 0; first < p.num_groups; first += format.groups_per_record) {
@@ -306,30 +306,31 @@ __attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, 
 // MOST_STREAMS.
 template <class P, class K, int TILES, int MOST_STREAMS, int M>
 int multiply_rows(const PackedProduct& p, int tile, int num_tiles, int apart, int row,
-                  int64_t jump) {
+                  const Ahead& ahead) {
     constexpr int MOST = TILES > M ? TILES / M : 1, T = MOST < MOST_STREAMS ? MOST : MOST_STREAMS;
     for (; row + M <= p.num_rows; row += M) {
         int t = 0;
         for (; t + T <= num_tiles; t += T)
-            multiply_tiles<P, K, T, M>(p, tile + t * apart, apart, row, jump);
-        for (; t < num_tiles; t++) multiply_tiles<P, K, 1, M>(p, tile + t * apart, 0, row, jump);
+            multiply_tiles<P, K, T, M>(p, tile + t * apart, apart, row, ahead);
+        for (; t < num_tiles; t++) multiply_tiles<P, K, 1, M>(p, tile + t * apart, 0, row, ahead);
     }
     return row;
 }
 
-template <class P, class K, int MOST_STREAMS>
+template <class P, class K, int MOST_STREAMS, int AHEAD_BYTES>
 void multiply_known(const PackedProduct& p) {
     constexpr bool IS_FLOAT = K::KIND == HR_FP8;
     constexpr int ROWS = IS_FLOAT ? P::FLOAT_ROWS : P::ROWS;
     constexpr int TILES = IS_FLOAT ? P::FLOAT_TILES : P::TILES;
     constexpr int STREAMS = TILES < MOST_STREAMS ? TILES : MOST_STREAMS;
     const auto multiply = [&p](int tile, int num_tiles, int apart, int64_t jump) {
-        int row = multiply_rows<P, K, TILES, STREAMS, ROWS>(p, tile, num_tiles, apart, 0, jump);
+        const Ahead ahead{AHEAD_BYTES, jump, nullptr};
+        int row = multiply_rows<P, K, TILES, STREAMS, ROWS>(p, tile, num_tiles, apart, 0, ahead);
         if constexpr (ROWS > 4)
-            row = multiply_rows<P, K, TILES, STREAMS, 4>(p, tile, num_tiles, apart, row, jump);
+            row = multiply_rows<P, K, TILES, STREAMS, 4>(p, tile, num_tiles, apart, row, ahead);
         if constexpr (ROWS > 2)
-            row = multiply_rows<P, K, TILES, STREAMS, 2>(p, tile, num_tiles, apart, row, jump);
-        multiply_rows<P, K, TILES, STREAMS, 1>(p, tile, num_tiles, apart, row, jump);
+            row = multiply_rows<P, K, TILES, STREAMS, 2>(p, tile, num_tiles, apart, row, ahead);
+        multiply_rows<P, K, TILES, STREAMS, 1>(p, tile, num_tiles, apart, row, ahead);
     };
     // STREAMS streams, each through a stretch of adjacent tiles: what is asked for ahead beyond the
     // end of a tile is then always wanted next.
@@ -344,7 +345,7 @@ void multiply_known(const PackedProduct& p) {
     for (int tile = apart * STREAMS; tile < p.num_tiles; tile++) multiply(tile, 1, 1, 0);
 }
 
-template <class P, int KIND, int MOST_STREAMS = 8>
+template <class P, int KIND, int MOST_STREAMS = 8, int AHEAD_BYTES = PACKED_PREFETCH_BYTES>
 void multiply_packed(const PackedProduct& p) {
     constexpr int GROUP_SIZE =
         KIND == HR_MXFP4 ? 32 : KIND == HR_NVFP4 ? 16 : KIND == HR_FP8 ? 128 : 0;
@@ -353,12 +354,14 @@ void multiply_packed(const PackedProduct& p) {
         const PackedFormat& format = *p.format;
         if (format.scale == HR_SCALE_FLOAT16) {
             if (format.group_size == 128)
-                return multiply_known<P, Known<KIND, 128, HR_SCALE_FLOAT16>, MOST_STREAMS>(p);
+                return multiply_known<P, Known<KIND, 128, HR_SCALE_FLOAT16>, MOST_STREAMS,
+                                      AHEAD_BYTES>(p);
             if (KIND == HR_INT4 && format.group_size == 32)
-                return multiply_known<P, Known<KIND, 32, HR_SCALE_FLOAT16>, MOST_STREAMS>(p);
+                return multiply_known<P, Known<KIND, 32, HR_SCALE_FLOAT16>, MOST_STREAMS,
+                                      AHEAD_BYTES>(p);
         }
     }
-    multiply_known<P, Known<KIND, GROUP_SIZE, SCALE>, MOST_STREAMS>(p);
+    multiply_known<P, Known<KIND, GROUP_SIZE, SCALE>, MOST_STREAMS, AHEAD_BYTES>(p);
 }
 
 // The product in passes of at most so many rows.

@@ -185,7 +185,7 @@ bool do_streams_agree(const Packing& packing) {
     product.tiles = tiles.data();
     product.rows = rows.data();
     std::vector<float> found[2];
-    const PackedKernels* both[] = {&avx512_packed, &avx512_two_streams_packed};
+    const PackedKernels* both[] = {&avx512_packed, &avx512_amd_packed};
     for (int i = 0; i < 2; i++) {
         found[i].resize(size_t(NUM_ROWS * product.out_stride));
         product.out = found[i].data();

@@ -67,7 +67,8 @@ class ActivationViews:
     `header` int64 [8] is a memoryview, since the processor reads it item by item; `hidden` dtype
     [max_rows, hidden_size], `choices` int32 [max_rows, top_k] and `rows` float32
     [max_rows, top_k, hidden_size] are tensors; `places` is `rows` as [max_rows * top_k,
-    hidden_size].
+    hidden_size]. `first_choices` is a memoryview of the first row of `choices`: a decode step
+    reads no other, and a tensor's operations take long when the weights have emptied the caches.
     """
 
     def __init__(self, memory: mmap.mmap, grant: SegmentGrant) -> None:
@@ -78,6 +79,8 @@ class ActivationViews:
         self.choices = _field(memory, grant.fields["choices"])
         self.rows = _field(memory, grant.fields["rows"])
         self.max_rows, self.top_k = self.choices.shape
+        start = grant.fields["choices"].offset_bytes
+        self.first_choices = memoryview(memory)[start : start + 4 * self.top_k].cast("i")
         self.places = self.rows.view(self.max_rows * self.top_k, -1)
         self.first_row = self.hidden[0:1]
         self.first_places = [self.places[k : k + 1] for k in range(self.top_k)]
@@ -142,7 +145,7 @@ class StepRows:
         """Find the rows of `experts` among the first `num_rows`; nobody's choice has none.
         `hidden` is by default what was published."""
         if num_rows == 1:
-            chosen = views.choices[0].tolist()
+            chosen = views.first_choices.tolist()
             choice_of = {expert: k for k, expert in enumerate(chosen)}
             if len(choice_of) == len(chosen):
                 return cls(views, views.first_row if hidden is None else hidden, choice_of, {})

@@ -25,6 +25,9 @@ struct Avx512 {
     static Reg fma(Reg a, Reg b, Reg c) { return _mm512_fmadd_ps(a, b, c); }
     __attribute__((always_inline)) static void prefetch(const char* address) { _mm_prefetch(address, _MM_HINT_T0); }
 
+    // In a register: a compiler may read it from memory for every product instead.
+    __attribute__((always_inline)) static void keep(Reg& value) { asm("" : "+v"(value)); }
+
     // Into the second-level cache: what is needed later than the first one can keep.
     __attribute__((always_inline)) static void ask_for(const char* address) { _mm_prefetch(address, _MM_HINT_T1); }
 
@@ -55,6 +58,10 @@ template <int D>
 void dot_any_rows(const Product& p) {
     if (p.num_rows >= LEAST_MANY_ROWS<D>)
         dot_many_rows<Avx512, D>(p);
+    else if (p.num_rows >= LEAST_FEW_ROWS && p.num_rows <= BLOCK_ROWS<4>)
+        dot_few_rows<Avx512, D, 4>(p);
+    else if (p.num_rows >= LEAST_FEW_ROWS && p.num_rows <= BLOCK_ROWS<3>)
+        dot_few_rows<Avx512, D, 3>(p);
     else
         dot_rows<Avx512, D>(p);
 }

@@ -13,8 +13,8 @@
 
 namespace {
 
-// Rows that kernels take several of at once, and few enough for them to go another way.
-constexpr int NUM_ROWS = 13, FEW_ROWS = 3;
+// Rows that kernels take several of at once, and fewer, for which they go other ways.
+constexpr int NUM_ROWS = 13, SOME_ROWS = 8, FEW_ROWS = 3;
 constexpr int NUM_OUTPUTS = 37, DEPTH = 53, PADDED_DEPTH = 64;
 
 // Numbers of the dtype with any sign and fraction and magnitudes around 1.
@@ -66,7 +66,7 @@ bool has_scalar_bits(const Kernels& kernels) {
             std::vector<float> found[2];
             const Kernels* both[] = {&scalar_kernels, &kernels};
             for (int i = 0; i < 2; i++) {
-                found[i].resize(size_t(NUM_ROWS + FEW_ROWS) * NUM_OUTPUTS);
+                found[i].resize(size_t(NUM_ROWS + SOME_ROWS + FEW_ROWS) * NUM_OUTPUTS);
                 Product product{};
                 product.weights = weights.data();
                 product.stride_bytes = (is_columns ? NUM_OUTPUTS : DEPTH) * item;
@@ -79,8 +79,11 @@ bool has_scalar_bits(const Kernels& kernels) {
                 const auto multiply =
                     (is_columns ? both[i]->sum_columns : both[i]->dot_rows)[dtype];
                 multiply(product);
+                product.out += product.num_rows * NUM_OUTPUTS;
+                product.num_rows = SOME_ROWS;
+                multiply(product);
+                product.out += product.num_rows * NUM_OUTPUTS;
                 product.num_rows = FEW_ROWS;
-                product.out += NUM_ROWS * NUM_OUTPUTS;
                 multiply(product);
             }
             if (memcmp(found[0].data(), found[1].data(), found[0].size() * sizeof(float)))

@@ -78,7 +78,7 @@ ODD = {
     "no gate, wide": form_of("act", hidden_size=301, intermediate_size=997, activation="relu2"),
 }
 ALL_FORMS = FORMS | ODD
-NUM_ROWS = (1, 2, 3, 4, 12, 13, 33)
+NUM_ROWS = (1, 2, 3, 4, 5, 7, 8, 12, 13, 33)
 #: Those that multiply pairs of bfloat16 numbers, each in an order of its own.
 LAID_ISAS = ("avx512_bf16", "amx")
 

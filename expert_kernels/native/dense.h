@@ -151,6 +151,8 @@ int num_together(const HrOp* ops, int64_t num_ops);
 void run_linear(const DenseRun& run, const HrOp* ops, int num_ops);
 // False when there is no such format.
 bool run_packed_linear(const DenseRun& run, const HrOp* ops, int num_ops);
+// Bytes of the weights of HR_OP_PACKED_LINEAR, 0 when there is no such format.
+int64_t packed_linear_bytes(const HrOp& op);
 
 // Tiles of several matrices, numbered through: the number of a tile to its matrix and place there.
 struct JoinedTiles {

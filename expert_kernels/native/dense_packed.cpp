@@ -79,17 +79,26 @@ void run_packed_tile(void* context, int64_t number, int64_t next) {
     }
 }
 
-}  // namespace
-
-bool run_packed_linear(const DenseRun& run, const HrOp* ops, int num_ops) {
-    const HrOp& op = ops[0];
+bool format_of(const HrOp& op, PackedFormat& format) {
     HrForm form{};
     form.kind = int32_t(op.n & 0xff);
     form.scale = int32_t(op.n >> 8 & 0xff);
     form.has_zero_points = int32_t(op.n >> 16 & 0xff);
     form.group_size = int32_t(op.n >> 24);
+    return find_packed_format(form, format);
+}
+
+}  // namespace
+
+int64_t packed_linear_bytes(const HrOp& op) {
     PackedFormat format;
-    if (!find_packed_format(form, format)) return false;
+    return format_of(op, format) ? num_tiles_of(op) * packed_tile_bytes(format, op.sizes[2]) : 0;
+}
+
+bool run_packed_linear(const DenseRun& run, const HrOp* ops, int num_ops) {
+    const HrOp& op = ops[0];
+    PackedFormat format;
+    if (!format_of(op, format)) return false;
     const int64_t num_rows = op.sizes[0], depth = op.sizes[2];
     const int64_t num_groups = packed_groups(format, depth);
     const int64_t width = num_groups * format.group_size;

@@ -11,20 +11,31 @@ namespace {
 constexpr int TILE_BITS = 24;
 constexpr uint64_t TILE_MASK = (uint64_t(1) << TILE_BITS) - 1;
 constexpr int PAUSES_PER_LOOK_AT_CLOCK = 64;
+// What a core's second-level cache holds beside what it needs, and what it asks for between two looks.
+constexpr int64_t AHEAD_BYTES_PER_HELPER = 768 * 1024;
+constexpr uintptr_t AHEAD_STRETCH_BYTES = 1024;
 
 uint64_t next_of(uint64_t ticket) { return ticket & TILE_MASK; }
 uint64_t count_of(uint64_t ticket) { return (ticket >> TILE_BITS) & TILE_MASK; }
 
-// True as soon as `condition` holds, false when it has not for spin_ns.
-template <class Condition>
-bool spin(int64_t spin_ns, Condition condition) {
-    const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(spin_ns);
+int64_t now_ns() {
+    const auto since = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+}
+
+// True as soon as `condition` holds, false when it has not for spin_ns, nor until `until_ns`, which
+// may be put off meanwhile. `rest` passes the time between looks.
+template <class Condition, class Rest>
+bool spin(int64_t spin_ns, const std::atomic<int64_t>& until_ns, Condition condition, Rest rest) {
+    const int64_t end_ns = now_ns() + spin_ns;
+    int64_t time_ns = 0;
     do {
         for (int i = 0; i < PAUSES_PER_LOOK_AT_CLOCK; i++) {
             if (condition()) return true;
-            pause_briefly();
+            rest();
         }
-    } while (std::chrono::steady_clock::now() < end);
+        time_ns = now_ns();
+    } while (time_ns < end_ns || time_ns < until_ns.load(std::memory_order_relaxed));
     return false;
 }
 
@@ -69,7 +80,7 @@ void TilePool::run(int64_t num_tiles, int num_threads, Work work, void* context)
     while (work_on()) {
     }
     const auto is_over = [this, num_tiles] { return num_done_.load() == num_tiles; };
-    if (spin(spin_ns_, is_over)) return;
+    if (spin(spin_ns_, 0, is_over, pause_briefly)) return;
     std::unique_lock<std::mutex> lock(mutex_);
     is_caller_asleep_.store(true);
     is_done_.wait(lock, is_over);
@@ -108,20 +119,49 @@ bool TilePool::work_on() {
     return true;
 }
 
+void TilePool::keep_awake(int64_t for_us, bool wakes) {
+    awake_until_ns_.store(for_us > 0 ? now_ns() + for_us * 1000 : 0);
+    if (!wakes || num_asleep_.load() == 0) return;
+    { std::lock_guard<std::mutex> lock(mutex_); }
+    has_work_.notify_all();
+}
+
+void TilePool::announce(const void* begin, int64_t num_bytes) {
+    const auto first = reinterpret_cast<uintptr_t>(begin);
+    const int64_t most = AHEAD_BYTES_PER_HELPER * int64_t(helpers_.size());
+    end_ahead_.store(0);
+    next_ahead_.store(first);
+    end_ahead_.store(first + uintptr_t(num_bytes < most ? num_bytes : most));
+}
+
+// Asks for a stretch of what was announced; whether there was one left.
+bool TilePool::ask_ahead() {
+    if (next_ahead_.load(std::memory_order_relaxed) >= end_ahead_.load(std::memory_order_relaxed))
+        return false;
+    const uintptr_t begin = next_ahead_.fetch_add(AHEAD_STRETCH_BYTES);
+    for (uintptr_t line = begin; line < begin + AHEAD_STRETCH_BYTES; line += 64)
+        __builtin_prefetch(reinterpret_cast<const void*>(line), 0, 2);
+    return true;
+}
+
 bool TilePool::is_helper_wanted() const { return num_wanted_.load() > 0 && is_tile_left(); }
 
 void TilePool::help() {
     const auto is_wanted = [this] { return is_helper_wanted() || is_stopping_.load(); };
+    const auto is_kept = [this] { return awake_until_ns_.load() > now_ns(); };
+    const auto rest = [this] {
+        if (!ask_ahead()) pause_briefly();
+    };
     while (!is_stopping_.load()) {
         if (is_helper_wanted() && num_wanted_.fetch_sub(1) > 0) {
             while (work_on()) {
             }
             continue;
         }
-        if (spin(spin_ns_, is_wanted)) continue;
+        if (spin(spin_ns_, awake_until_ns_, is_wanted, rest)) continue;
         std::unique_lock<std::mutex> lock(mutex_);
         num_asleep_.fetch_add(1);
-        has_work_.wait(lock, is_wanted);
+        has_work_.wait(lock, [&] { return is_wanted() || is_kept(); });
         num_asleep_.fetch_sub(1);
     }
 }

@@ -10,7 +10,8 @@
 // a tile can then ask memory for the next one's first lines before it is through.
 //
 // Waiting is bounded spinning, then sleep. Looking on for longer, yielding, takes the core from threads
-// of other workers all the same (docs/performance.md, "Threads").
+// of other workers all the same (docs/performance.md, "Threads"). Who knows that a job follows soon
+// keeps helpers awake for it, and says what it will read: they bring it nearer meanwhile.
 #pragma once
 
 #include <atomic>
@@ -33,6 +34,13 @@ class TilePool {
     // Whether all threads look for work, so that giving them some costs next to nothing.
     bool is_awake() const { return num_asleep_.load(std::memory_order_relaxed) == 0; }
 
+    // Helpers stay awake for so long from now on, or no longer than they do by themselves (0). Those
+    // that sleep are woken where `wakes` says so.
+    void keep_awake(int64_t for_us, bool wakes);
+    // A job to come begins with these bytes. Helpers that are awake without work ask for the first of
+    // them, as many as their own caches hold; who announces something else ends that.
+    void announce(const void* begin, int64_t num_bytes);
+
     // work(context, tile, next) for every tile below num_tiles (< 2^24); returns when all are done.
     // `next` is the tile that the same thread computes after it, -1 where that is not known yet.
     // At most num_threads threads take part, the caller among them. One caller at a time.
@@ -44,6 +52,7 @@ class TilePool {
     int64_t take(int64_t num_others);
     bool is_tile_left() const;
     bool is_helper_wanted() const;
+    bool ask_ahead();
     void help();
 
     struct Job {
@@ -58,6 +67,10 @@ class TilePool {
     std::atomic<int> num_wanted_{0};  // helpers that may still join in
     Job job_;
     uint64_t job_number_ = 0;
+    std::atomic<int64_t> awake_until_ns_{0};
+    // Read and written apart: a stretch of neither the old bytes nor the new is asked for in vain.
+    alignas(64) std::atomic<uintptr_t> next_ahead_{0};
+    std::atomic<uintptr_t> end_ahead_{0};
 
     alignas(64) std::mutex mutex_;
     std::condition_variable has_work_;

@@ -12,6 +12,8 @@
 #include <atomic>
 #include <cstring>
 
+#include "step_job.h"
+
 namespace {
 
 using Word = std::atomic<int64_t>;
@@ -23,6 +25,8 @@ static_assert(std::atomic<int32_t>::is_always_lock_free &&
 
 constexpr int64_t WORDS_PER_LINE = 8;
 constexpr int64_t HEADER_WORDS = 8;
+// Longer than Python takes from a layer's output to the next operation.
+constexpr int64_t AWAKE_US = 100;
 
 int64_t now_ns() {
     timespec now;
@@ -165,5 +169,7 @@ int32_t hr_pass_layer(HrResidentLayers* layers, int64_t layer, int64_t routed_ns
     report(all, layer, choices, routed_ns, started_ns, ended_ns);
     move_fence(all);
     layers->joined_ns = now_ns();
+    // The dense part of the next layer follows.
+    all.pool->threads.keep_awake(AWAKE_US, false);
     return HR_PASSED;
 }

@@ -6,6 +6,9 @@
 One event may bring others along (reports of the gpu_worker, parts that are finished). The core
 hears them first, in their order, but all of them are acted on before any is kept account of: the
 gpu_worker waits for the answer to the last one.
+
+A step whose experts are all in slots sends nothing until it is done, and then the reports of all
+its layers would stand between it and the next step. So they are looked for while it goes on.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import TYPE_CHECKING
 from orchestrator.core.events import AllIn, WorkerFault
 from orchestrator.hub import ADDRESSED
 from protocol.errors import ProtocolError
-from protocol.messages import StepDone
+from protocol.messages import StartStep, StepDone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +38,8 @@ log = logging.getLogger("headrace")
 #: processor from workers, and new rates have the planner make its tables anew.
 _LEARN_EVERY_NS = 20_000_000
 _LEARN_WITHIN_STEP_NS = 40_000_000
+#: Between two looks for reports within a step: a look costs 20 us, the report of a layer 40.
+_LOOK_EVERY_S = 0.003
 
 
 class Circuit:
@@ -59,6 +64,7 @@ class Circuit:
         self._events: deque[CoreEvent] = deque()
         self._is_handling = False
         self._learned_ns = 0
+        self._is_look_due = False
 
     def deliver(self, event: CoreEvent) -> None:
         """Hand an event to the core and carry out what follows, one event at a time. What was said
@@ -69,6 +75,9 @@ class Circuit:
             self._hub.condemn(event.epoch, f"broke the protocol: it {error}")  # type: ignore[union-attr]
             return
         self._events.append(event)
+        self._go_on()
+
+    def _go_on(self) -> None:
         if self._is_handling:
             return
         self._is_handling = True
@@ -76,7 +85,7 @@ class Circuit:
             while self._events:
                 self._turn()
         except Exception:
-            log.exception("fault while handling %r", event)
+            log.exception("fault while handling an event")
             self._on_fault()
         finally:
             self._is_handling = False
@@ -103,6 +112,27 @@ class Circuit:
         for event, commands, now_ns in acted:
             self._events += self._account(event, commands, now_ns)
 
+    def _look_later(self) -> None:
+        if not self._is_look_due:
+            self._is_look_due = True
+            self._plane.later(_LOOK_EVERY_S, self._look)
+
+    def _look(self) -> None:
+        """Hear reports that no message has announced yet, and look again as long as the step is in
+        flight. Not while a layer waits: what its worker has to say of it comes as a message."""
+        self._is_look_due = False
+        if self._core.is_idle:
+            return
+        self._look_later()
+        if self._is_handling or not self._core.is_between_layers:
+            return
+        try:
+            self._events += self._plane.early()
+        except WorkerFault as fault:
+            self._hub.condemn(fault.epoch, f"broke the protocol: it {fault}")
+            return
+        self._go_on()
+
     def _carry_out(self, event: CoreEvent, commands: list[CoreCommand]) -> None:
         grammars = self._clients.grammars
         self._plane.carry(commands)
@@ -111,6 +141,8 @@ class Circuit:
                 command = grammars.see(command, self._core.request_of)
             if isinstance(command, ADDRESSED):
                 self._hub.command(command)
+                if isinstance(command, StartStep):
+                    self._look_later()
             elif isinstance(command, AllIn):
                 self._hub.expect(command)
         self._plane.after(event)

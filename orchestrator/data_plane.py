@@ -33,10 +33,13 @@ class DataPlane:
         later: Callable[[float, Callable[[], None]], object],
         deliver: Callable[[Retired], None],
     ) -> None:
+        self.later = later
         self._board = ResidencyBoard.open(segments, fds, later, deliver)
         self._finished = FinishedParts.open(segments, fds, expert_bytes)
         #: Whether the gpu_worker left reports since this was last asked: it makes progress.
         self.has_moved = self._board.has_moved
+        #: Reports of whole layers that no message has announced yet.
+        self.early = self._board.early
 
     def before(self, event: CoreEvent) -> Sequence[CoreEvent]:
         """What the core is to hear before `event`.

@@ -2,6 +2,7 @@
 
     Publish, Unpublish, ResetTable   ->  the table, at once and in order
     Routed, Ran, StepDone, a death   <-  first the reports that came before it, as `Passed`
+    a step that goes on by itself    <-  the same, now and then, before a message says so
     Retire                           ->  `Retired`, when the fence allows
 
 *Retire.* The victim has left the table. A barrier on every processor that the gpu_worker runs on
@@ -24,10 +25,11 @@ from orchestrator.core.events import (
     Retire,
     Retired,
     Unpublish,
+    WorkerFault,
     WorkerLost,
 )
 from protocol.errors import ProtocolError
-from protocol.membarrier import MemoryBarrier
+from protocol.membarrier import MemoryBarrier, is_strongly_ordered
 from protocol.messages import Epoch, ExpertId, LayerId, Ran, Routed, StepDone, StepId
 from protocol.residency import RESIDENCY, ResidencyWriter
 
@@ -66,6 +68,7 @@ class ResidencyBoard:
         self._barrier = barrier or MemoryBarrier()
         self._waiting: dict[CopyId, int] = {}
         self._is_polling = False
+        self._is_ordered = is_strongly_ordered()
         self._seen_head = 0
 
     def carry(self, command: TableCommand) -> None:
@@ -121,6 +124,20 @@ class ResidencyBoard:
             return self._reports(epoch, self._segment.head)
         except ProtocolError:  # it died of what it wrote there
             return []
+
+    def early(self) -> list[Passed | Ran]:
+        """What the gpu_worker reported of layers that needed nobody, before a message says so.
+
+        Raises:
+            WorkerFault: it left there what is no report.
+        """
+        epoch = Epoch(self._segment.epoch)
+        if not self._is_ordered or not epoch:
+            return []
+        try:
+            return [_event_of(report) for report in self._segment.take_layers()]
+        except ProtocolError as error:
+            raise WorkerFault(epoch, str(error)) from None
 
     def has_moved(self) -> bool:
         """Whether reports were written since this was last asked: the gpu_worker makes progress."""

@@ -259,6 +259,26 @@ class ResidencyWriter(_Memory):
         self._words[_TAIL] = num_reports
         return reports
 
+    def take_layers(self) -> list[Report]:
+        """The reports of whole layers that are there and were not taken yet, in order, up to one of
+        another kind. Before a message names them: what was written before a report is seen with it
+        only on processors that keep the order of writes.
+
+        Raises:
+            ProtocolError: they are no reports; nothing was taken.
+        """
+        tail, head = self._words[_TAIL], self._words[_HEAD]
+        if not 0 <= head - tail <= self._num_slots_of_ring:
+            raise ProtocolError(f"has written {head} reports, of which {tail} were taken")
+        reports = []
+        for number in range(tail, head):
+            report = self._read(number)
+            if not any(report.num_rows):
+                break
+            reports.append(report)
+        self._words[_TAIL] = tail + len(reports)
+        return reports
+
     def _read(self, number: int) -> Report:
         start = number % self._num_slots_of_ring * self._report_bytes
         epoch, step, layer, num, *times_ns = struct.unpack_from("<8q", self._ring, start)

@@ -12,7 +12,7 @@ constexpr int TILE_BITS = 24;
 constexpr uint64_t TILE_MASK = (uint64_t(1) << TILE_BITS) - 1;
 constexpr int PAUSES_PER_LOOK_AT_CLOCK = 64;
 // What a core's second-level cache holds beside what it needs, and what it asks for between two looks.
-constexpr int64_t AHEAD_BYTES_PER_HELPER = 768 * 1024;
+constexpr int64_t AHEAD_BYTES_PER_HELPER = 1024 * 1024;
 constexpr uintptr_t AHEAD_STRETCH_BYTES = 1024;
 
 uint64_t next_of(uint64_t ticket) { return ticket & TILE_MASK; }

@@ -84,6 +84,11 @@ class Core:
         """Whether experts are being copied before the first request, which does well to wait."""
         return self._dispatch.is_preloading
 
+    @property
+    def is_between_layers(self) -> bool:
+        """Whether a step is in flight and none of its layers waits for anybody."""
+        return self._scheduler.flight is not None and self._dispatch.is_between_layers
+
     def request_of(self, sequence: SequenceId) -> RequestId | None:
         """Whose sequence this is; None if it is over. Changes nothing."""
         return self._scheduler.request_of(sequence)

@@ -58,15 +58,7 @@ if TYPE_CHECKING:
     from orchestrator.core.reuse import LearnKernel
     from orchestrator.core.scheduler import Flight
     from orchestrator.core.workers import Roster
-    from protocol.messages import (
-        Copied,
-        Epoch,
-        Executed,
-        ExpertId,
-        ExpertKey,
-        Ran,
-        Routed,
-    )
+    from protocol.messages import Copied, Epoch, Executed, ExpertId, ExpertKey, Ran, Routed
 
 #: Demand is remembered this many tokens beyond what the slots hold (see DemandMemory).
 _REMEMBERED_TOKENS = 8
@@ -132,6 +124,11 @@ class ExpertDispatch(ExpertPlacement):
         """Whether every layer of the step is joined."""
         return self.work is None and self.num_joined == self._num_layers
 
+    @property
+    def is_between_layers(self) -> bool:
+        """Whether no layer of the step is open."""
+        return self.work is None and self._deferred is None
+
     def begin_step(self, flight: Flight) -> None:
         """The layers of this step come next, from 0."""
         self._flight = flight
@@ -169,8 +166,7 @@ class ExpertDispatch(ExpertPlacement):
             flight is None
             or routed.step != flight.step
             or routed.layer != self.num_joined
-            or self.work is not None
-            or self._deferred is not None
+            or not self.is_between_layers
             or self.is_through
         ):
             return False
@@ -267,7 +263,7 @@ class ExpertDispatch(ExpertPlacement):
         layer = passed.layer
         if flight is None or passed.step != flight.step or layer != self.num_joined:
             return False
-        if self.work is not None or self._deferred is not None:
+        if not self.is_between_layers:
             return False
         directory = self.directory
         keys = [(layer, expert) for expert in passed.experts]

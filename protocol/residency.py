@@ -225,6 +225,9 @@ class ResidencyReader(_Memory):
 class ResidencyWriter(_Memory):
     """The orchestrator's side: the table out, the reports in."""
 
+    #: The greatest number of a report that a message has named.
+    _named = 0
+
     def reset(self, epoch: int) -> None:
         """No expert has a slot, nothing was reported, and the table is for `epoch` (0: nobody).
         No gpu_worker may be alive that used it so far."""
@@ -233,6 +236,7 @@ class ResidencyWriter(_Memory):
             self._table[index] = NO_SLOT
         for word in (_FENCE, _HEAD, _TAIL):
             self._words[word] = 0
+        self._named = 0
         self._words[_EPOCH] = epoch
 
     def publish(self, layer: int, expert: int, slot: int) -> None:
@@ -248,7 +252,8 @@ class ResidencyWriter(_Memory):
             ProtocolError: they do not exist, or are none; nothing was taken.
         """
         tail, head = self._words[_TAIL], self._words[_HEAD]
-        if tail == num_reports:
+        if self._named <= num_reports <= tail:  # nothing new, or taken before it was named
+            self._named = num_reports
             return []
         if not tail <= num_reports <= head <= tail + self._num_slots_of_ring:
             raise ProtocolError(
@@ -256,7 +261,7 @@ class ResidencyWriter(_Memory):
                 f"{self._num_slots_of_ring}"
             )
         reports = [self._read(number) for number in range(tail, num_reports)]
-        self._words[_TAIL] = num_reports
+        self._named = self._words[_TAIL] = num_reports
         return reports
 
     def take_layers(self) -> list[Report]:

@@ -60,6 +60,26 @@ def test_reports_come_out_as_they_went_in() -> None:
         assert writer.take(reader.num_reports) == []
 
 
+def test_whole_layers_are_taken_before_a_message_names_them() -> None:
+    writer, reader, _ = segment(num_reports=3)
+    assert writer.take_layers() == []
+    writer.publish(0, 1, 1)
+    for layer in range(2):
+        report(reader, layer=layer, experts=(1,))
+    assert [taken.layer for taken in writer.take_layers()] == [0, 1]
+    report(reader, layer=2, experts=(1,))
+    assert reader.look(0, [1]) == [1]
+    assert reader.ran(EPOCH, 2, 0, [1], 10, 20)
+    reader.leave()
+    # A layer with misses was begun; the rest of it comes with messages.
+    assert [taken.layer for taken in writer.take_layers()] == [2]
+    assert writer.take_layers() == []
+    assert [taken.num_rows for taken in writer.take(reader.num_reports)] == [[0]]
+    report(reader, layer=3, experts=(1,))
+    with pytest.raises(ProtocolError, match="that is none"):
+        writer.take_layers()
+
+
 def test_a_full_ring_takes_no_more() -> None:
     writer, reader, _ = segment(num_reports=2)
     writer.publish(0, 1, 1)

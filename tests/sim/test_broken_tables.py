@@ -100,6 +100,18 @@ def takes_no_reports(real: Any) -> Callable[..., list[Any]]:
     return lambda self, epoch, num_reports: []
 
 
+def forgets_what_it_takes(real: Any) -> Callable[..., list[Any]]:
+    def early(self: Any) -> list[Any]:
+        real(self)
+        return []
+
+    return early
+
+
+def takes_everything(real: Any) -> Callable[..., list[Any]]:
+    return lambda self: self.take(self.head)
+
+
 FAULTS: list[tuple[type, str, Callable[[Any], Any]]] = [
     (ResidencyWriter, "unpublish", does_nothing),
     (ResidencyWriter, "reset", keeps_the_head),
@@ -110,6 +122,8 @@ FAULTS: list[tuple[type, str, Callable[[Any], Any]]] = [
     (ResidencyReader, "leave", does_nothing),
     (ResidencyBoard, "_retire", ignores_the_fence),
     (ResidencyBoard, "_reports", takes_no_reports),
+    (ResidencyBoard, "early", forgets_what_it_takes),
+    (ResidencyWriter, "take_layers", takes_everything),
     (BackgroundFills, "begin", waits_for_no_grace),
     (ExpertDispatch, "_have_left", believes_what_has_left),
 ]
@@ -135,9 +149,20 @@ def test_a_broken_table_is_caught(
     pytest.fail(f"{NUM_TRIES} scenarios ran to a good end on a broken table")
 
 
+def test_a_look_while_a_layer_waits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a worker that is through with the next layer before the core hears of the last part of
+    this one; that is rare, so the story is named."""
+    rare = 134
+    Simulation(scenario(rare)).run()
+    monkeypatch.setattr(Core, "is_between_layers", property(lambda self: True))
+    with pytest.raises(AssertionError, match="passed out of turn"):
+        Simulation(scenario(rare)).run()
+
+
 def test_the_stories_use_the_table_in_every_way() -> None:
     stories = [Simulation(scenario(number)).run() for number in range(0, NUM_SCENARIOS, 9)]
     assert sum(story.num_passed for story in stories) > 100
+    assert sum(story.num_early for story in stories) > 50
     assert sum(story.num_retired for story in stories) > 20
     assert sum(story.num_full for story in stories) > 10
     assert sum(story.num_started for story in stories) > 10

@@ -142,6 +142,7 @@ class Story:
     num_joint_steps: int = 0
     num_layer_steps: int = 0
     num_passed: int = 0
+    num_early: int = 0
     num_retired: int = 0
     num_learned: int = 0
     num_behind: int = 0
@@ -172,6 +173,7 @@ class Simulation:
         self.scenario = scenario
         self.rng = random.Random(scenario.seed)
         self._learns = random.Random(scenario.seed)
+        self._looks = random.Random(scenario.seed)
         config = scenario.config
         self.model = SyntheticModel(
             scenario.seed, config.num_layers, scenario.num_experts, config.top_k
@@ -251,6 +253,7 @@ class Simulation:
         while self._heap:
             self.now, _, action = heapq.heappop(self._heap)
             action()
+            self._look_early()
             num_events += 1
             if num_events > MAX_EVENTS:
                 raise Violation("the story does not end")
@@ -335,6 +338,13 @@ class Simulation:
             self.story.num_passed += isinstance(event, Passed)
             self.story.num_seen += isinstance(event, (Copied, Executed))
             self._tell(event)
+
+    def _look_early(self) -> None:
+        """Reports may be heard at any time at which no layer waits."""
+        if self.core.is_between_layers and self._looks.random() < 0.3:
+            early = self._board.early()
+            self.story.num_early += len(early)
+            self._take(early)
 
     def _later_told(self, retired: Retired) -> None:
         """The board answers within the handling of another event; the core hears it afterwards."""

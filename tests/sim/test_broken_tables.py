@@ -150,8 +150,8 @@ def test_a_broken_table_is_caught(
 
 
 def test_a_look_while_a_layer_waits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes a worker that is through with the next layer before the core hears of the last part of
-    this one; that is rare, so the story is named."""
+    """It takes a worker that is through with the next layer before the core hears of the last part
+    of this one; that is rare, so the story is named."""
     rare = 134
     Simulation(scenario(rare)).run()
     monkeypatch.setattr(Core, "is_between_layers", property(lambda self: True))

@@ -8,10 +8,14 @@
 
 namespace {
 
-constexpr int64_t MOST_TILE_BYTES = 256 * 1024;
-constexpr int MAX_UNITS = 256;
+// A tile begins with misses in every stream, so long ones read more; fp8 gains nothing by that.
+constexpr int64_t MOST_TILE_BYTES = 512 * 1024, MOST_FP8_TILE_BYTES = 256 * 1024;
+constexpr int MAX_UNITS = 512;
 constexpr int STREAMS = 8;  // the kernels read up to so many of the matrix's tiles side by side
 constexpr int ROWS_PER_PASS = 64;
+// Sums of a row from those of the next: no power of two, as in plain_step.cpp.
+constexpr int FIRST_STRIDE = 2 * MAX_UNITS + TILE_OUTPUTS;
+constexpr int DOWN_STRIDE = MAX_UNITS + TILE_OUTPUTS;
 
 // From one row's values to the next one's: rows as long as a power of two would all lie in the same
 // few lines of a cache.
@@ -119,12 +123,12 @@ void run_first_tile(PackedJob& job, size_t number, int64_t tile, PackedProduct& 
     const int64_t begin = tile * job.first_units;
     const int64_t count = std::min<int64_t>(job.first_units, form.intermediate_size - begin);
 
-    alignas(64) float sums[ROWS_PER_PASS * 2 * MAX_UNITS];
+    alignas(64) float sums[ROWS_PER_PASS * FIRST_STRIDE];
     PackedRow rows[ROWS_PER_PASS];
     product.num_groups = int32_t(packed_groups(job.format, form.hidden_size));
     product.rows = rows;
     product.out = sums;
-    product.out_stride = 2 * MAX_UNITS;
+    product.out_stride = FIRST_STRIDE;
     for (int64_t done = 0; done < expert.num_pairs; done += ROWS_PER_PASS) {
         const int64_t pair = expert.first_pair + done;
         product.num_rows = int32_t(std::min<int64_t>(ROWS_PER_PASS, expert.num_pairs - done));
@@ -152,10 +156,10 @@ void run_down_tile(PackedJob& job, size_t number, int64_t tile, PackedProduct& p
                            : nullptr;
     wait_for_zero(job.num_missing[number]);
 
-    alignas(64) float sums[ROWS_PER_PASS * MAX_UNITS];
+    alignas(64) float sums[ROWS_PER_PASS * DOWN_STRIDE];
     product.num_groups = int32_t(packed_groups(job.format, form.intermediate_size));
     product.out = sums;
-    product.out_stride = MAX_UNITS;
+    product.out_stride = DOWN_STRIDE;
     for (int64_t done = 0; done < expert.num_pairs; done += ROWS_PER_PASS) {
         const int64_t pair = expert.first_pair + done;
         product.num_rows = int32_t(std::min<int64_t>(ROWS_PER_PASS, expert.num_pairs - done));
@@ -163,7 +167,7 @@ void run_down_tile(PackedJob& job, size_t number, int64_t tile, PackedProduct& p
         multiply(job, product);
         for (int m = 0; m < product.num_rows; m++)
             job.gates.finish_row(
-                form, sums + m * MAX_UNITS, bias,
+                form, sums + m * DOWN_STRIDE, bias,
                 job.step.places + job.step.place_ids[pair + m] * form.hidden_size + begin, count);
     }
 }
@@ -212,7 +216,9 @@ void run_packed_step(HrPool& pool, const HrForm& form, const PackedFormat& forma
         round_up(form.hidden_size, TILE_OUTPUTS) / TILE_OUTPUTS * job.down_bytes;
     const int64_t total = int64_t(job.experts.size()) * (first_total + down_total);
     const int num_threads = useful_threads(pool, total, step.most_threads);
-    const int64_t tile_bytes = job_tile_bytes(total, num_threads, MOST_TILE_BYTES);
+    const int64_t tile_bytes =
+        job_tile_bytes(total, num_threads,
+                       form.kind == HR_FP8 ? MOST_FP8_TILE_BYTES : MOST_TILE_BYTES);
     job.first_units =
         outputs_per_tile(tile_bytes, job.first_bytes, job.ways, form.intermediate_size);
     job.first_tiles = (form.intermediate_size + job.first_units - 1) / job.first_units;

@@ -39,6 +39,9 @@ namespace {
 
 // The code stream is read once; asking this far ahead keeps the memory busy across pages.
 constexpr int PACKED_PREFETCH_BYTES = 2048;
+// Where an instruction set has another distance, it is for up to so many rows: with more, what is
+// asked for has to last while several rows take their turns.
+constexpr int AHEAD_ROWS = 2;
 
 // What is asked for while a line is read: what lies `usual` bytes farther. Streams end: from `end` in
 // the first of them on, it is what lies `jump` bytes behind that, the beginning of the streams that
@@ -323,8 +326,10 @@ void multiply_known(const PackedProduct& p) {
     constexpr int ROWS = IS_FLOAT ? P::FLOAT_ROWS : P::ROWS;
     constexpr int TILES = IS_FLOAT ? P::FLOAT_TILES : P::TILES;
     constexpr int STREAMS = TILES < MOST_STREAMS ? TILES : MOST_STREAMS;
-    const auto multiply = [&p](int tile, int num_tiles, int apart, int64_t jump) {
-        const Ahead ahead{AHEAD_BYTES, jump, nullptr};
+    const int64_t ahead_bytes =
+        p.num_rows <= AHEAD_ROWS ? AHEAD_BYTES : PACKED_PREFETCH_BYTES;
+    const auto multiply = [&p, ahead_bytes](int tile, int num_tiles, int apart, int64_t jump) {
+        const Ahead ahead{ahead_bytes, jump, nullptr};
         int row = multiply_rows<P, K, TILES, STREAMS, ROWS>(p, tile, num_tiles, apart, 0, ahead);
         if constexpr (ROWS > 4)
             row = multiply_rows<P, K, TILES, STREAMS, 4>(p, tile, num_tiles, apart, row, ahead);

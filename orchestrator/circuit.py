@@ -121,8 +121,8 @@ class Circuit:
         """Hear reports that no message has announced yet, and look again as long as the step is in
         flight. Not while a layer waits: what its worker has to say of it comes as a message."""
         self._is_look_due = False
-        if self._core.is_idle:
-            return
+        if not self._core.is_in_step:
+            return  # the next one begins to look again
         self._look_later()
         if self._is_handling or not self._core.is_between_layers:
             return

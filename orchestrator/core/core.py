@@ -85,9 +85,14 @@ class Core:
         return self._dispatch.is_preloading
 
     @property
+    def is_in_step(self) -> bool:
+        """Whether a step is in flight."""
+        return self._scheduler.flight is not None
+
+    @property
     def is_between_layers(self) -> bool:
         """Whether a step is in flight and none of its layers waits for anybody."""
-        return self._scheduler.flight is not None and self._dispatch.is_between_layers
+        return self.is_in_step and self._dispatch.is_between_layers
 
     def request_of(self, sequence: SequenceId) -> RequestId | None:
         """Whose sequence this is; None if it is over. Changes nothing."""

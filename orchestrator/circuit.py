@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
     from orchestrator.clients import Clients
     from orchestrator.core.core import Core
-    from orchestrator.core.events import CoreCommand, CoreEvent
+    from orchestrator.core.events import CoreCommand, CoreEvent, Passed
     from orchestrator.data_plane import DataPlane
     from orchestrator.hub import Hub
+    from protocol.messages import Ran
 
 log = logging.getLogger("headrace")
 
@@ -38,8 +39,9 @@ log = logging.getLogger("headrace")
 #: processor from workers, and new rates have the planner make its tables anew.
 _LEARN_EVERY_NS = 20_000_000
 _LEARN_WITHIN_STEP_NS = 40_000_000
-#: Between two looks for reports within a step: a look costs 20 us, the report of a layer 40.
-_LOOK_EVERY_S = 0.003
+#: Between two looks for reports within a step. A look costs 100 us, most of it the wake, and
+#: the report of a layer 70; so after a look in vain it is twice as long, up to the last of them.
+_LOOK_AFTER_S, _LOOK_AT_LAST_S = 0.003, 0.05
 
 
 class Circuit:
@@ -65,6 +67,7 @@ class Circuit:
         self._is_handling = False
         self._learned_ns = 0
         self._is_look_due = False
+        self._look_after_s = _LOOK_AFTER_S
 
     def deliver(self, event: CoreEvent) -> None:
         """Hand an event to the core and carry out what follows, one event at a time. What was said
@@ -115,7 +118,7 @@ class Circuit:
     def _look_later(self) -> None:
         if not self._is_look_due:
             self._is_look_due = True
-            self._plane.later(_LOOK_EVERY_S, self._look)
+            self._plane.later(self._look_after_s, self._look)
 
     def _look(self) -> None:
         """Hear reports that no message has announced yet, and look again as long as the step is in
@@ -123,14 +126,17 @@ class Circuit:
         self._is_look_due = False
         if not self._core.is_in_step:
             return  # the next one begins to look again
+        early: list[Passed | Ran] = []
+        if self._core.is_between_layers:
+            try:
+                early = self._plane.early()
+            except WorkerFault as fault:
+                self._hub.condemn(fault.epoch, f"broke the protocol: it {fault}")
+        self._look_after_s = (
+            _LOOK_AFTER_S if early else min(2 * self._look_after_s, _LOOK_AT_LAST_S)
+        )
         self._look_later()
-        if self._is_handling or not self._core.is_between_layers:
-            return
-        try:
-            self._events += self._plane.early()
-        except WorkerFault as fault:
-            self._hub.condemn(fault.epoch, f"broke the protocol: it {fault}")
-            return
+        self._events += early
         self._go_on()
 
     def _carry_out(self, event: CoreEvent, commands: list[CoreCommand]) -> None:

@@ -78,9 +78,9 @@ class Circuit:
             self._hub.condemn(event.epoch, f"broke the protocol: it {error}")  # type: ignore[union-attr]
             return
         self._events.append(event)
-        self._go_on()
+        self._go_on(event)
 
-    def _go_on(self) -> None:
+    def _go_on(self, cause: object) -> None:
         if self._is_handling:
             return
         self._is_handling = True
@@ -88,7 +88,7 @@ class Circuit:
             while self._events:
                 self._turn()
         except Exception:
-            log.exception("fault while handling an event")
+            log.exception("fault while handling %r", cause)
             self._on_fault()
         finally:
             self._is_handling = False
@@ -137,7 +137,7 @@ class Circuit:
         )
         self._look_later()
         self._events += early
-        self._go_on()
+        self._go_on(early)
 
     def _carry_out(self, event: CoreEvent, commands: list[CoreCommand]) -> None:
         grammars = self._clients.grammars

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from expert_store.config_numbers import why_no_number
 from protocol.errors import UserError
 
 if TYPE_CHECKING:
@@ -150,6 +151,9 @@ def read_config(directory: Path) -> tuple[dict[str, Any], bytes]:
         raise CheckpointError(
             f"{path}: names no model_type, so its architecture is unknown; complete the file"
         )
+    sentence = why_no_number(config)
+    if sentence is not None:
+        raise CheckpointError(f"{path}: {sentence}; correct the file, or download it again")
     return config, raw
 
 

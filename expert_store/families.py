@@ -151,6 +151,11 @@ def read_model_shape(checkpoint: Checkpoint) -> ModelShape:
                 f"{family}: the experts of {path} differ in shape or gate from those of"
                 f" {found[0][0]}; models with unlike MoE layers are not supported"
             )
+    if min(forms[0].hidden_size, forms[0].intermediate_size) < 1:
+        raise UnsupportedModelError(
+            f"{family}: by its config an expert is of {forms[0].hidden_size} x"
+            f" {forms[0].intermediate_size} numbers; correct config.json"
+        )
     prove_form(found[0][1], forms[0], family)
     top_k = _top_k(config.get_text_config(), family)
     most_experts = max(module.num_experts for _, module in found)

@@ -55,6 +55,7 @@ from expert_store.reading import (
 )
 from expert_store.reports import Inspection, Loaded, Progress, QuantisationErrors
 from expert_store.store_room import make_room
+from protocol.sizes import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -175,7 +176,7 @@ def load(
     started = time.monotonic()
 
     def tell_room(done_bytes: int) -> None:
-        text = f"{done_bytes / 1e9:.1f} of {layout.total_bytes / 1e9:.1f} GB"
+        text = part_of(done_bytes, layout.total_bytes)
         report(Progress(0, plan.total_bytes, f"making room in huge pages: {text}"))
 
     room = make_room(fd, reserved_fd, layout, plan.dense_bytes, numa_nodes, tell_room)

@@ -34,6 +34,7 @@ from gpu_worker.rows import CudaStream, DeviceRows
 from gpu_worker.slots import SlotViews
 from protocol.errors import ProtocolError, UserError
 from protocol.messages import Arena, CopyId
+from protocol.sizes import size
 from protocol.step_segment import WEIGHTS
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class CudaSlots:
         except CudaError as error:
             raise UserError(
                 f"The device has no room for {num_slots} expert slots of {slot_bytes} bytes "
-                f"({num_bytes / 1e9:.2f} GB) beside the dense weights: {error}; use fewer --slots."
+                f"({size(num_bytes)}) beside the dense weights: {error}; use fewer --slots."
             ) from None
         uuid = runtime.device_uuid(device_index)
         try:

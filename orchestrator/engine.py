@@ -82,6 +82,7 @@ from protocol.messages import (
     WorkerSetup,
 )
 from protocol.run_dir import LockedRunDir
+from protocol.sizes import part_of
 
 if TYPE_CHECKING:
     from expert_store.layout import StoreLayout
@@ -199,9 +200,8 @@ class Engine:
         with LoadProgress(settings.model_dir.resolve().name) as progress:
 
             def on_progress(report: Progress) -> None:
-                done_bytes, total_bytes = report.done_bytes, report.total_bytes
-                self._status_text = f"loading: {done_bytes / 1e9:.2f} of {total_bytes / 1e9:.2f} GB"
-                progress.update(done_bytes, total_bytes, report.text)
+                self._status_text = f"loading: {part_of(report.done_bytes, report.total_bytes)}"
+                progress.update(report.done_bytes, report.total_bytes, report.text)
                 if report.layout is not None and replayed is not None:
                     replayed.check(report.layout)
                 if settings.is_supervising and self._supervisor is None:

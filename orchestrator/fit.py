@@ -17,6 +17,7 @@ import msgspec
 
 from expert_store.memory import WORKING_BYTES, MemoryRoom
 from orchestrator.settings import DEFAULT_MAX_ROWS, DEFAULT_SLOTS, count_slots
+from protocol.sizes import size
 from protocol.step_segment import activation_grant
 
 if TYPE_CHECKING:
@@ -230,8 +231,3 @@ def _limits(
             )
         )
     return findings
-
-
-def size(num_bytes: int) -> str:
-    """Three digits or so, decimal units."""
-    return f"{num_bytes / 1e6:.2f} MB" if num_bytes < 10_000_000 else f"{num_bytes / 1e9:.2f} GB"

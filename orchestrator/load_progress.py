@@ -7,6 +7,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Self
 
+from protocol.sizes import size
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -74,7 +76,7 @@ class LoadProgress:
             self._last_line_s = now_s
             percent = 100 * done_bytes / total_bytes if total_bytes else 100.0
             print(  # noqa: T201
-                f"headrace: {text}: {percent:.0f} % of {total_bytes / 1e9:.2f} GB",
+                f"headrace: {text}: {percent:.0f} % of {size(total_bytes)}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -17,6 +17,7 @@ import msgspec
 
 from expert_store.reports import Failure, Inspection, Loaded, Progress, Report, decode_report
 from protocol.errors import EXIT_USER_ERROR, UserError
+from protocol.sizes import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,9 +63,8 @@ async def load_store(
     if not isinstance(report, Loaded):
         raise LoaderFault("the loader answered something else")
     log.info(
-        "%.2f of the experts' %.2f GB lie in huge pages%s",
-        report.huge_page_bytes / 1e9,
-        report.layout.total_bytes / 1e9,
+        "of the experts, %s lie in huge pages%s",
+        part_of(report.huge_page_bytes, report.layout.total_bytes),
         ", reserved ones" if report.is_reserved else report.reserved_note,
     )
     if report.numa_note:

@@ -34,6 +34,7 @@ from protocol.machine import ROOT, format_cpu_list, parse_cpu_list, read_huge_pa
 from protocol.messages import Role, WorkerSetup
 from protocol.residency import residency_grant
 from protocol.routing import ROUTING, routing_grant
+from protocol.sizes import size
 from protocol.step_segment import ARENA, WEIGHTS, activation_grant
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ def check_settings(settings: PipelineSettings) -> None:
     """Find what is wrong before anything heavy begins.
 
     Raises:
-        UserError: slots, policy, planner or fill mode make no sense, whatever the model, or
-            the device or a NUMA node cannot be had here.
+        UserError: slots, policy, planner or fill mode make no sense, whatever the model, nobody
+            would be there for misses, or the device or a NUMA node cannot be had here.
     """
     count_slots(settings.slots, MANY_EXPERTS)
     here = [node.node for node in read_nodes(ROOT)]
@@ -74,9 +75,25 @@ def check_settings(settings: PipelineSettings) -> None:
         make_policy(settings.policy)
         make_planner(settings.planner, _NO_COSTS)
         FillBehind(settings.fill_behind, _NO_COSTS)
-        FillMode.parse(settings.fill)
+        fill = FillMode.parse(settings.fill)
     except ValueError as error:
         raise UserError(f"The pipeline cannot run this way: {error}.") from None
+    _refuse_nobody_for_misses(settings, fill)
+
+
+def _refuse_nobody_for_misses(settings: PipelineSettings, fill: FillMode) -> None:
+    if settings.num_cpu_workers:
+        return
+    if fill.kind == "none" or (fill.kind == "at_most" and fill.limit == 0):
+        flag = f"--fill {fill}"
+    elif fill.kind == "auto" and settings.planner == "cpu-only":
+        flag = "--planner cpu-only"
+    else:
+        return
+    raise UserError(
+        f"{flag} leaves all misses to the CPU, and --cpu-workers 0 starts nobody there; say "
+        f"--cpu-workers 1, or another {flag.split()[0]}."
+    )
 
 
 def calibrated_costs(settings: PipelineSettings, layout: StoreLayout) -> BranchCosts | None:
@@ -208,8 +225,8 @@ def make_segments(
     room = memory_room()
     if needed_bytes > room.available_bytes:
         raise UserError(
-            f"{num_slots} slots and the activations need {needed_bytes / 1e9:.2f} GB beside the "
-            f"loaded model, and {room.limit_name} is {room.available_bytes / 1e9:.2f} GB; take "
+            f"{num_slots} slots and the activations need {size(needed_bytes)} beside the "
+            f"loaded model, and {room.limit_name} is {size(room.available_bytes)}; take "
             "fewer --slots or free memory."
         )
     fds = [weights_fd]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.cli.options import DEVICES, DTYPES, add_model
 from protocol.errors import UserError
+from protocol.sizes import size
 from protocol.worker_flags import number
 
 if TYPE_CHECKING:
@@ -141,8 +142,8 @@ async def _measure(options: argparse.Namespace) -> CalibrationProfile:
     layout = bench_layout(form, dtype, weights, min(wanted_bytes, room_bytes))
     if layout.total_bytes > room_bytes:
         raise UserError(
-            f"A calibration needs {layout.total_bytes / 1e9:.2f} GB and at most half of what is "
-            f"free, {room_bytes / 1e9:.2f} GB, is taken; free memory."
+            f"A calibration needs {size(layout.total_bytes)} and at most half of what is "
+            f"free, {size(room_bytes)}, is taken; free memory."
         )
     paced = (options.emulate_link_gbps or 0.0) * 1e9
     fd = os.memfd_create("headrace-calibration", os.MFD_CLOEXEC)
@@ -214,7 +215,7 @@ def _show(profile: CalibrationProfile) -> None:
 
     console = console_for(sys.stdout)
     key = profile.key
-    experts = f"{key.weight_format} experts of {profile.expert_bytes / 1e6:.2f} MB"
+    experts = f"{key.weight_format} experts of {size(profile.expert_bytes)}"
     console.print(f"{key.machine}; {experts}; link: {key.link}", style="bold")
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("", "alone", "beside the other", "error", "before the first byte"):

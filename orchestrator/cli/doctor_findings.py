@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from protocol.machine import Cpus, Machine, format_cpu_list, worker_threads
+from protocol.sizes import size
 
 Status = Literal["ok", "note", "warn", "fail"]
 GIB = 1 << 30
@@ -86,16 +87,6 @@ class KernelFacts(msgspec.Struct, frozen=True):
     has_memfd: bool = True
     has_pidfd: bool = True
     has_populate: bool = True
-
-
-def size(num_bytes: int) -> str:
-    """1610612736 -> "1.5 GiB"."""
-    value, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if value >= 100 or unit == "B" else f"{value:.1f} {unit}"
 
 
 def cores(cpus: Cpus) -> list[Finding]:
@@ -209,7 +200,7 @@ def huge_pages(machine: Machine) -> list[Finding]:
     reserved = [pool for pool in pages.pools if pool.num_reserved]
     if reserved:
         told = ", ".join(
-            f"{pool.num_free} of {pool.num_reserved} pages of {size(pool.page_bytes)} free"
+            f"{pool.num_free} of {pool.num_reserved} pages of {pool.page_bytes >> 20} MiB free"
             for pool in reserved
         )
         findings.append(

@@ -167,6 +167,11 @@ def _on_own(
     if finished is not None and finished.reason != "error":
         # The text is whole; what was to be kept beside it may not be, and stderr says so then.
         return max(pipeline.end(), EXIT_OK)
+    if finished is not None and finished.sentence:
+        ended = pipeline.end()
+        if ended == EXIT_OK:  # it was this request alone that could not be served
+            print(f"headrace: {finished.sentence}", file=sys.stderr)
+        return ended if ended > 0 else EXIT_FAULT
     # The orchestrator is ending by itself and has told on stderr what is wrong.
     code = pipeline.wait(_LAST_WORDS_S)
     if code is not None and code > 0:
@@ -282,5 +287,6 @@ def _sampling(options: argparse.Namespace) -> SamplingParams:
     )
     sentence = why_not_sampled(sampling)
     if sentence is not None:
-        raise UserError(sentence)
+        field, _, what = sentence.partition(" ")
+        raise UserError(f"--{field.replace('_', '-')} {what}")
     return sampling

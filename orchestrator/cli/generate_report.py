@@ -10,6 +10,7 @@ import msgspec
 from rich.table import Table
 
 from orchestrator.cli.terminal import console_for
+from protocol.sizes import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -165,7 +166,7 @@ def _facts(stats: RequestStats, ended: str) -> Iterable[tuple[str, str]]:
 
 def _branch(num_bytes: int, busy_s: float) -> str:
     rate = f", {num_bytes / busy_s / 1e9:.2f} GB/s while busy" if busy_s > 0 else ""
-    return f"{num_bytes / 1e6:.1f} MB{rate}"
+    return f"{size(num_bytes)}{rate}"
 
 
 def format_us(value_us: float) -> str:

@@ -19,6 +19,7 @@ from orchestrator.latency_log import (
 )
 from orchestrator.stage_times import StageTimes
 from protocol.messages import StageStats
+from protocol.sizes import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -157,8 +158,8 @@ def show(report: LatencyReport) -> None:
     console.print(
         f"{report.model}: {report.num_steps} steps, {report.num_layer_steps} layer-steps, "
         f"{report.num_slots} slots of {report.total_experts} experts; {hit_rate:.1f} % hits, "
-        f"{report.fills} fills ({report.fill_bytes / 1e6:.1f} MB), {report.cpu} on the CPU "
-        f"({report.cpu_bytes / 1e6:.1f} MB)"
+        f"{report.fills} fills ({size(report.fill_bytes)}), {report.cpu} on the CPU "
+        f"({size(report.cpu_bytes)})"
     )
     if report.num_incomplete:
         console.print(f"{report.num_incomplete} records of interrupted steps are left out")

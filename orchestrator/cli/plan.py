@@ -114,7 +114,7 @@ def _show(fit: Fit) -> None:
     from rich.text import Text
 
     from orchestrator.cli.terminal import console_for
-    from orchestrator.fit import size
+    from protocol.sizes import size
 
     console = console_for(sys.stdout)
     console.print(f"{fit.model} ({fit.architecture}, {_types(fit)})", style="bold")

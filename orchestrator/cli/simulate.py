@@ -13,6 +13,7 @@ from orchestrator.core.policies import POLICY_NAMES
 from orchestrator.core.split_rules import PLANNER_NAMES
 from orchestrator.simulate.profiles import MAX_EXPERT_BYTES
 from protocol.errors import EXIT_OK, UserError
+from protocol.sizes import size
 from protocol.worker_flags import number
 
 if TYPE_CHECKING:
@@ -237,7 +238,7 @@ def _show(answer: Study) -> None:
     console = console_for(sys.stdout)
     console.print(
         f"{answer.model}: {answer.num_steps} steps on {answer.profile}, {answer.num_slots} slots "
-        f"of {answer.expert_bytes / 1e6:.2f} MB; {answer.policy}, {answer.planner}, "
+        f"of {size(answer.expert_bytes)}; {answer.policy}, {answer.planner}, "
         f"fill-behind {answer.fill_behind}",
         style="bold",
     )

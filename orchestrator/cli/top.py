@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.cli.asking import ServerAddress, add_server
 from protocol.errors import EXIT_OK
+from protocol.sizes import size
 from protocol.worker_flags import number
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _branches(window: dict[str, Any], experts: dict[str, Any]) -> RenderableType
             f"{window[f'{path}_busy']:.0%}",
             f"{window[f'{path}_bytes_per_s'] / 1e9:.2f} GB/s",
             f"{experts[f'calibrated_{calibrated}_bytes_per_s'] / 1e9:.2f} GB/s",
-            f"{experts[key] / 1e9:.2f} GB",
+            size(experts[key]),
         )
     return table
 

@@ -31,3 +31,12 @@ def test_why_a_text_ended(
     print_table(Finished("r", reason, stats), max_tokens)
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("ended"))
     assert says in line
+
+
+@pytest.mark.parametrize(("num_bytes", "text"), [(1_572_864, "1.57 MB"), (5 * 10**10, "50.00 GB")])
+def test_bytes_in_a_unit_that_can_be_read(
+    num_bytes: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stats = RequestStats(prompt_tokens=9, generated_tokens=1, fill_bytes=num_bytes)
+    print_table(Finished("r", "stop", stats), 128)
+    assert text in capsys.readouterr().err

@@ -99,6 +99,20 @@ def test_directory_faults(tmp_path: Path) -> None:
         ("{}", "model_type"),
         ('{"model_type": "a", "model_type": "b"}', "model_type twice"),
         ('{"model_type": "a", "text_config": {"quantization_config": {}, "x": 1}}', None),
+        ('{"model_type": "a", "rms_norm_eps": NaN}', "rms_norm_eps is nan, which is no number"),
+        ('{"model_type": "a", "rms_norm_eps": 1e999}', "rms_norm_eps is inf, which is no number"),
+        ('{"model_type": "a", "rms_norm_eps": -1e-6}', "rms_norm_eps is -1e-06 and must be from 0"),
+        (
+            '{"model_type": "a", "text_config": {"rms_norm_eps": 3}}',
+            "text_config.rms_norm_eps is 3",
+        ),
+        (
+            '{"model_type": "a", "rope_parameters": {"rope_theta": 0}}',
+            "rope_theta is 0 and must be",
+        ),
+        ('{"model_type": "a", "long_factor": [1, NaN]}', "long_factor[1] is nan"),
+        ('{"model_type": "a", "max_position_embeddings": -1}', "max_position_embeddings is -1"),
+        ('{"model_type": "a", "time_step_limit": [0.0, Infinity], "x_steps": -1, "eps": 0}', None),
     ],
 )
 def test_config_faults(single: Path, text: str, expected: str | None) -> None:

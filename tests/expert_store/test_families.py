@@ -224,6 +224,13 @@ def test_more_experts_per_token_than_there_are(tmp_path: Path) -> None:
     assert "5 of 4 experts" in message
 
 
+def test_experts_of_no_size(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "head_dim": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 0}
+    message = refusal({"model_type": "qwen3_moe", **sizes, **experts}, tmp_path)
+    assert "an expert is of 16 x 0 numbers" in message
+
+
 def test_no_text_generation(tmp_path: Path) -> None:
     assert "no text generation for 'vit'" in refusal({"model_type": "vit"}, tmp_path)
 

@@ -70,8 +70,8 @@ def test_wrong_flags_are_one_line_and_code_2(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["generate", "--prompt", "x", "--top-p", "0"], "top_p"),
-        (["generate", "--prompt", "x", "--min-p", "nan"], "min_p"),
+        (["generate", "--prompt", "x", "--top-p", "0"], "headrace: --top-p is 0.0;"),
+        (["generate", "--prompt", "x", "--min-p", "nan"], "headrace: --min-p is nan;"),
         (["generate", "--prompt", "x", "--slots", "4"], "--slots belongs to"),
         (["generate", "--prompt", "x", "--run-dir", "/nowhere/at/all"], "no run directory"),
         (["generate", "--prompt", "x", "--run-dir", "/" + 200 * "x"], "shorter --run-dir"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,12 +28,20 @@ SETTINGS = PipelineSettings(model_dir=Path("models"), run_dir=Path("run"))
         ({"slots": "x"}, "not a number"),
         ({"policy": "magic"}, "magic"),
         ({"fill": "some"}, "fill mode"),
+        ({"fill": "none", "num_cpu_workers": 0}, "--fill none leaves .* --cpu-workers 0"),
+        ({"fill": "0", "num_cpu_workers": 0}, "--fill 0 leaves .* or another --fill"),
+        ({"planner": "cpu-only", "num_cpu_workers": 0}, "--planner cpu-only leaves"),
     ],
 )
-def test_what_no_model_can_mend(change: dict[str, str], says: str) -> None:
+def test_what_no_model_can_mend(change: dict[str, Any], says: str) -> None:
     check_settings(SETTINGS)
     with pytest.raises(UserError, match=says):
         check_settings(msgspec.structs.replace(SETTINGS, **change))
+
+
+@pytest.mark.parametrize("change", [{"fill": "all"}, {"fill": "1"}, {"planner": "fill-only"}])
+def test_without_a_cpu_worker_misses_are_filled(change: dict[str, Any]) -> None:
+    check_settings(msgspec.structs.replace(SETTINGS, num_cpu_workers=0, **change))
 
 
 def test_a_device_that_cannot_be_had_is_told_before_loading(
@@ -79,7 +88,7 @@ def test_too_little_memory_is_told_with_numbers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(set_up, "memory_room", lambda: MemoryRoom(5_000_000, "the limit"))
     with (
         contextlib.ExitStack() as stack,
-        pytest.raises(UserError, match=r"100 slots .* need 0\.\d+ GB .* the limit is 0\.01 GB"),
+        pytest.raises(UserError, match=r"100 slots .* need \d+ MB .* the limit is 5\.00 MB"),
     ):
         make_segments(SETTINGS, LAYOUT, 100, -1, stack)
 

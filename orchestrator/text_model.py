@@ -9,6 +9,7 @@ its neighbour, so a piece is the growth of a decoded window that begins a few to
 from __future__ import annotations
 
 import json
+import logging
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,12 @@ import msgspec
 from protocol.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tokenizers import Tokenizer
+
+log = logging.getLogger("headrace")
 
 _REPLACEMENT = "\ufffd"
 #: An unfinished UTF-8 character has at most three bytes, and shows as at most so many marks.
@@ -35,6 +39,10 @@ _WHOLE_PROMPT_FAMILIES = frozenset({"jamba"})
 MAX_WHOLE_PROMPT = 2048
 #: Characters, or tokens, from which on the other threads of the process are let run meanwhile.
 _LONG = 10_000
+
+
+def _warn(note: str) -> None:
+    log.warning("%s", note)
 
 
 class TextModel:
@@ -64,8 +72,14 @@ class TextModel:
         return max(max_rows, min(self.context, MAX_WHOLE_PROMPT))
 
     @classmethod
-    def load(cls, model_dir: Path, max_context: int | None = None) -> TextModel:
-        """Read tokenizer.json, config.json and generation_config.json.
+    def load(
+        cls,
+        model_dir: Path,
+        max_context: int | None = None,
+        tell: Callable[[str], None] = _warn,
+    ) -> TextModel:
+        """Read tokenizer.json, config.json and generation_config.json; `tell` what of them cannot
+        be used and is made up for.
 
         Raises:
             UserError: a file is missing or broken.
@@ -75,7 +89,8 @@ class TextModel:
                 f"There is no directory {model_dir}; name the Hugging Face checkpoint directory of "
                 "a Mixture-of-Experts model."
             )
-        config = read_json(model_dir / "config.json")
+        config_path = model_dir / "config.json"
+        config = read_json(config_path)
         generation = model_dir / "generation_config.json"
         generation_config = read_json(generation) if generation.exists() else {}
         tokenizer = _read_tokenizer(model_dir / "tokenizer.json")
@@ -84,14 +99,12 @@ class TextModel:
         context = _first_int((config, nested), "max_position_embeddings") or _DEFAULT_CONTEXT
         if max_context is not None:
             context = min(context, max_context)
-        eos = generation_config.get("eos_token_id")
-        if eos is None:
-            eos = config.get("eos_token_id", nested.get("eos_token_id"))
+        eos = config.get("eos_token_id", nested.get("eos_token_id"))
         vocab_size = _first_int((config, nested), "vocab_size") or tokenizer.get_vocab_size()
         family = nested.get("model_type", config.get("model_type"))
         return cls(
             tokenizer,
-            _token_set(eos),
+            _ends(((generation, generation_config.get("eos_token_id")), (config_path, eos)), tell),
             context,
             vocab_size,
             is_prompt_whole=family in _WHOLE_PROMPT_FAMILIES,
@@ -250,11 +263,20 @@ def _first_int(configs: tuple[dict[str, Any], ...], key: str) -> int | None:
     return None
 
 
-def _token_set(value: object) -> frozenset[int]:
-    """`eos_token_id` is a number, a list of numbers, or absent."""
-    try:
-        return frozenset(
-            msgspec.convert([value] if isinstance(value, int) else value or [], list[int])
-        )
-    except msgspec.ValidationError:
-        return frozenset()
+def _ends(
+    candidates: tuple[tuple[Path, object], ...], tell: Callable[[str], None]
+) -> frozenset[int]:
+    """The first `eos_token_id` that can be used: a number or a list of numbers. None is absent."""
+    for path, value in candidates:
+        if value is None:
+            continue
+        try:
+            return frozenset(
+                msgspec.convert(value if isinstance(value, list) else [value], list[int])
+            )
+        except msgspec.ValidationError:
+            tell(
+                f"{path}: eos_token_id is {repr(value)[:60]}, which is no token id and no list of "
+                "them; it is not used"
+            )
+    return frozenset()

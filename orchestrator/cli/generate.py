@@ -272,7 +272,8 @@ def _check_prompt(options: argparse.Namespace) -> None:
     """A prompt that cannot be continued is told before a model is loaded for it."""
     from orchestrator.text_model import TextModel
 
-    model = TextModel.load(options.model, options.max_context)
+    # What it has to tell, its orchestrator tells.
+    model = TextModel.load(options.model, options.max_context, lambda note: None)
     sentence = model.why_wrong_length(model.encode(options.prompt))
     if sentence is not None:
         raise UserError(sentence)

@@ -12,7 +12,9 @@ from protocol.errors import EXIT_FAULT, EXIT_OK, UserError
 from protocol.worker_flags import number
 
 if TYPE_CHECKING:
-    from orchestrator.fit import Fit
+    from pathlib import Path
+
+    from orchestrator.fit import Fit, FitFinding
 
 _EPILOG = """\
 examples:
@@ -98,11 +100,25 @@ def run_plan(options: argparse.Namespace) -> int:
     )
     room = memory_room()
     fit = plan_fit(inspection, question, room, read_memlock(), read_shm())
+    fit = msgspec.structs.replace(fit, findings=fit.findings + text_findings(options.model))
     if options.json:
         sys.stdout.write(msgspec.json.encode(fit).decode() + "\n")
     else:
         _show(fit)
     return EXIT_OK if fit.fits else EXIT_FAULT
+
+
+def text_findings(model_dir: Path) -> list[FitFinding]:
+    """What keeps text from becoming tokens. It has no size, so the model fits all the same."""
+    from orchestrator.fit import FitFinding
+    from orchestrator.text_model import TextModel
+
+    told: list[str] = []
+    try:
+        TextModel.load(model_dir, tell=told.append)
+    except UserError as error:
+        told.append(f"{error} `headrace generate` and `serve` refuse the model as it is.")
+    return [FitFinding("text", "note", sentence) for sentence in told]
 
 
 def _types(fit: Fit) -> str:

@@ -196,7 +196,7 @@ def _check_model(options: argparse.Namespace) -> None:
     from expert_store.checkpoint import open_checkpoint, refuse_dense
     from orchestrator.text_model import TextModel
 
-    TextModel.load(options.model, options.max_context)
+    TextModel.load(options.model, options.max_context, lambda note: None)
     refuse_dense(open_checkpoint(options.model))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,11 @@ if TYPE_CHECKING:
 
     from orchestrator.http.schemas import Sampled
 
+log = logging.getLogger("headrace")
+
 _SEED_BITS = 63
+#: What many clients send who want none.
+_SEED_OF_CHANCE = -1
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
@@ -31,7 +36,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
 
 def sampling_defaults(model_dir: Path) -> SamplingDefaults:
-    """What generation_config.json recommends, if it recommends sampling at all."""
+    """What generation_config.json recommends, if it recommends sampling at all. One that cannot be
+    used as a whole is told, and not used at all."""
     path = model_dir / "generation_config.json"
     config = read_json(path) if path.exists() else {}
     if not config.get("do_sample"):
@@ -39,20 +45,25 @@ def sampling_defaults(model_dir: Path) -> SamplingDefaults:
     given = {
         name: value
         for name in SamplingDefaults.__struct_fields__
-        if isinstance(value := config.get(name), (int, float)) and not isinstance(value, bool)
+        if (value := config.get(name)) is not None
     }
-    try:
-        defaults = msgspec.convert(given, SamplingDefaults)
-    except msgspec.ValidationError:
-        return SamplingDefaults()
-    checked = SamplingParams(
-        defaults.temperature,
-        defaults.top_k,
-        defaults.top_p,
-        defaults.min_p,
-        repetition_penalty=defaults.repetition_penalty,
+    sentence = _why_no_defaults(given)
+    if sentence is None:
+        return SamplingDefaults(**given)
+    log.warning(
+        "%s: %s Its settings are not used: a request that says none gets OpenAI's.", path, sentence
     )
-    return defaults if why_not_sampled(checked) is None else SamplingDefaults()
+    return SamplingDefaults()
+
+
+def _why_no_defaults(given: dict[str, Any]) -> str | None:
+    for name, value in given.items():
+        kinds = (int,) if name == "top_k" else (int, float)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            number = "whole number" if name == "top_k" else "number"
+            return f"{name} is {repr(value)[:60]}, which is no {number}."
+    top_k = max(0, given.get("top_k", 0))  # -1 is off, too
+    return why_not_sampled(SamplingParams(**{**given, "top_k": top_k}))
 
 
 def sampling_of(
@@ -74,8 +85,7 @@ def sampling_of(
         top_k=max(0, _or(body.top_k, defaults.top_k)),  # -1 is off, too
         top_p=_or(body.top_p, defaults.top_p),
         min_p=_or(body.min_p, defaults.min_p),
-        # Without a wish for one, a seed of chance; a negative one is as good as any.
-        seed=random.getrandbits(_SEED_BITS) if body.seed is None else _seed(body.seed),
+        seed=_first_seed(body.seed),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=_or(body.repetition_penalty, defaults.repetition_penalty),
@@ -91,6 +101,13 @@ def sampling_of(
 def for_choice(sampling: SamplingParams, index: int) -> SamplingParams:
     """Choice 0 is what a request for one would get; the others have seeds of their own."""
     return msgspec.structs.replace(sampling, seed=_seed(sampling.seed + index))
+
+
+def _first_seed(wanted: int | None) -> int:
+    """A seed of chance where none is wished for; a negative one is as good as any."""
+    if wanted is None or wanted == _SEED_OF_CHANCE:
+        return random.getrandbits(_SEED_BITS)
+    return _seed(wanted)
 
 
 def _seed(number: int) -> int:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from orchestrator.http.settings import MAX_CHOICES, MAX_STOPS
+from orchestrator.http.settings import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOPS
 from orchestrator.requests import MAX_LOGPROBS
 
 #: int32: what no field of ours exceeds, so that numbers never overflow further in.
@@ -28,7 +28,7 @@ def _no_bool(value: object) -> object:
 Whole = Annotated[int, BeforeValidator(_no_bool)]
 Count = Annotated[Whole, Field(ge=1, le=_MAX_INT)]
 TokenId = Annotated[Whole, Field(ge=0, le=_MAX_INT)]
-StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
 class Body(BaseModel):

@@ -16,6 +16,7 @@ DEFAULT_KEEP_ALIVE_S = 15.0
 #: Texts that one request may ask for: prompts times n.
 MAX_CHOICES = 16
 MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -72,6 +72,18 @@ def test_reads_limits_and_ends(tmp_path: Path) -> None:
     assert TextModel.load(tmp_path, max_context=1000).context == 64
 
 
+@pytest.mark.parametrize("value", ['"</s>"', "true", "[3, null]", "2.5"])
+def test_an_end_that_is_no_token_is_told_and_the_next_one_holds(tmp_path: Path, value: str) -> None:
+    """Without one, every text would go on until --max-tokens."""
+    write_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
+    told: list[str] = []
+    model = TextModel.load(tmp_path, tell=told.append)
+    assert model.eos_tokens == frozenset({3})
+    [note] = told
+    assert f"{tmp_path}/generation_config.json: eos_token_id is" in note
+
+
 def test_nested_text_config(tmp_path: Path) -> None:
     write_model(
         tmp_path,

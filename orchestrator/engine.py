@@ -140,7 +140,9 @@ class Engine:
             self._clients = Clients(self._channel.send, lambda: sum(self.num_restarts().values()))
             self._mailroom = Mailroom(self._loop, self._channel.count_drop)
             stack.callback(self._mailroom.close)
-            self._lifelines = Lifelines(run_dir, self._loop, self._on_line_end)
+            self._lifelines = Lifelines(
+                run_dir, self._loop, lambda token: self._hub.line_ended(token)
+            )
             stack.callback(self._lifelines.close)
             self._hub = Hub(
                 self._lifelines,
@@ -149,6 +151,7 @@ class Engine:
                 self._deliver,
                 self._setup_for,
                 self._on_worker_change,
+                is_by_hand=not self.settings.is_supervising,
             )
             self._channel.start(self._loop)
             if self._front is not None:
@@ -384,9 +387,6 @@ class Engine:
         return self._hub.kill(pid)
 
     # ---------------------------------------------------------------- workers
-
-    def _on_line_end(self, token: str) -> None:
-        self._hub.line_ended(token)
 
     def _on_worker_change(self, worker: Worker, change: str) -> None:
         if change == "joined":

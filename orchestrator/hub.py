@@ -67,6 +67,12 @@ _MAY_SAY: dict[Role, tuple[type, ...]] = {
     "cpu_worker": (Executed, *_LIFE),
 }
 _MAX_LAST_WORDS = 16
+#: What becomes of its work while a worker is away.
+_WITHOUT: dict[Role, str] = {
+    "gpu_worker": "requests wait",
+    "dma_worker": "misses run on the CPU",
+    "cpu_worker": "misses go to other cpu_workers, or are filled",
+}
 #: Roles of which one is all that a pipeline can use.
 _SINGLE: tuple[Role, ...] = ("gpu_worker", "dma_worker")
 
@@ -81,6 +87,7 @@ class Worker:
         "identity",
         "is_condemned",
         "is_ready",
+        "is_replacement",
         "is_self_joining",
         "line",
         "mailbox",
@@ -100,6 +107,7 @@ class Worker:
         self.capabilities: Capabilities = hello.capabilities
         self.is_ready = False
         self.is_condemned = False
+        self.is_replacement = False
         self.bytes_per_s = 0.0
         self.owed: set[tuple[object, ...]] = set()
         self.quiet_since_s = 0.0
@@ -123,6 +131,8 @@ class Hub:
         deliver: Callable[[CoreEvent], None],
         setup_for: Callable[[Role], WorkerSetup],
         on_change: Callable[[Worker, str], None],
+        *,
+        is_by_hand: bool = False,
     ) -> None:
         self._lifelines = lifelines
         self._send = send
@@ -130,6 +140,9 @@ class Hub:
         self._deliver = deliver
         self._setup_for = setup_for
         self._on_change = on_change
+        #: Nobody starts workers again by itself, so a person must learn what is missing.
+        self._is_by_hand = is_by_hand
+        self._is_ending = False
         self._by_identity: dict[bytes, Worker] = {}
         self._by_epoch: dict[Epoch, Worker] = {}
         self._by_token: dict[str, Worker] = {}
@@ -218,6 +231,7 @@ class Hub:
         self._by_identity[identity] = self._by_epoch[epoch] = self._by_token[line.token] = worker
         if self._num_to_replace.get(worker.role):
             self._num_to_replace[worker.role] -= 1
+            worker.is_replacement = True
             self.num_replaced[worker.role] = self.num_replaced.get(worker.role, 0) + 1
         log.info("%s joins: %s", worker, hello.capabilities)
         self._send(identity, Welcome(epoch, self._setup_for(worker.role)))
@@ -270,7 +284,8 @@ class Hub:
         worker.is_ready = True
         worker.bytes_per_s = ready.bytes_per_s
         rate = f", {ready.bytes_per_s / 1e9:.2f} GB/s" if ready.bytes_per_s else ""
-        log.info("%s is ready%s", worker, rate)
+        is_news = self._is_by_hand and worker.is_replacement
+        log.log(logging.WARNING if is_news else logging.INFO, "%s is ready%s", worker, rate)
         self._on_change(worker, "joined")
         self._deliver(
             WorkerJoined(
@@ -356,6 +371,7 @@ class Hub:
 
     def say_goodbye(self, reason: str) -> None:
         """Ask every worker to leave."""
+        self._is_ending = True
         for worker in self._by_epoch.values():
             self._tell(worker, Shutdown(worker.epoch, reason))
 
@@ -369,7 +385,13 @@ class Hub:
         del self._by_identity[worker.identity]
         del self._by_epoch[worker.epoch]
         self._num_to_replace[worker.role] = self._num_to_replace.get(worker.role, 0) + 1
-        log.info("%s is gone", worker)
+        if self._is_by_hand and not self._is_ending:
+            log.warning(
+                "%s is gone: %s until you start another `headrace %s`",
+                worker, _WITHOUT[worker.role], worker.role.replace("_", "-"),
+            )  # fmt: skip
+        else:
+            log.info("%s is gone", worker)
         if worker.is_ready:
             self._on_change(worker, "lost")
             self._deliver(WorkerLost(worker.epoch))

@@ -28,12 +28,14 @@ def status_of(
 ) -> Status:
     """The status of a pipeline that is doing `text`. `is_preloading`: experts are being copied
     before the first request, which is asked to wait. `waiting`: while the model is loaded, the
-    processes that wait for it; nobody counts as missing then, since workers say who they are later.
+    processes that wait for it. Workers say only later who they are, so who is missing then, and is
+    to be started by hand, is what their command lines tell.
     """
     if waiting is not None:
-        names = ", ".join(map(_process_name, waiting))
-        text = f"{text}; waiting for that: {names}" if names else text
-        return Status(False, text, [], hub.statuses(num_restarts), num_dropped_messages)
+        if waiting:
+            text = f"{text}; already here, until then idle: {', '.join(map(_named, waiting))}"
+        to_start = [] if settings.is_supervising else _absent(waiting)
+        return Status(False, text, to_start, hub.statuses(num_restarts), num_dropped_messages)
     wanted: dict[Role, int] = dict.fromkeys(ROLES, 1)
     if settings.is_supervising:
         wanted["cpu_worker"] = settings.num_cpu_workers
@@ -50,11 +52,21 @@ def status_of(
     return Status(is_ready, text, missing, hub.statuses(num_restarts), num_dropped_messages)
 
 
-def _process_name(pid: int) -> str:
-    """A worker's role where its command line shows it, and the number."""
+def _absent(waiting: list[int]) -> list[str]:
+    """Roles that none of these processes has; none where a command line does not show its role."""
+    here = {_role_of(pid) for pid in waiting}
+    return [] if None in here else [role for role in ROLES if role not in here]
+
+
+def _named(pid: int) -> str:
+    role = _role_of(pid)
+    return f"process {pid}" if role is None else f"{role} (process {pid})"
+
+
+def _role_of(pid: int) -> Role | None:
+    """A worker's role where its command line shows it."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:  # it is gone, or another user's
-        words = []
-    role = next((role for role in ROLES if role.encode() in words), None)
-    return f"process {pid}" if role is None else f"{role} (process {pid})"
+        return None
+    return next((role for role in ROLES if role.encode() in words), None)

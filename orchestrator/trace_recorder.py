@@ -6,17 +6,22 @@ counts once the step is over, so one that a worker's death cut short leaves noth
 
 The file is made at the start, beside the one it is to be, and takes its name when it is whole: a
 name that cannot be written is told before a run is spent on it, and a trace that lies there already
-is lost to nothing but a whole new one.
+is lost to nothing but a whole new one. What a recording that was killed has left beside it is taken
+away by the next one; a lock that ends with its process says which file nobody writes any more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import glob
 import logging
 import os
+import re
 import secrets
 import stat
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +37,8 @@ log = logging.getLogger("headrace")
 
 #: A step of 48 layers and top-8 has 768 bytes: at most this many of such steps are kept.
 MAX_STEPS = 1_000_000
+#: A file this young may be one that its recording has not locked yet, or locks no longer.
+_SURELY_LOCKED_S = 10.0
 
 
 class TraceRecorder:
@@ -44,9 +51,12 @@ class TraceRecorder:
         try:
             self._target = Path(os.path.realpath(path))  # a link stays a link
             _check_replaceable(self._target)
+            _remove_left_over(self._target)
             self._fresh = self._target.with_name(f"{self._target.name}.{secrets.token_hex(4)}.tmp")
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._file = os.fdopen(os.open(self._fresh, flags, 0o644), "wb")
+            with contextlib.suppress(OSError):  # some file systems have no locks
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise UserError(
                 f"The routing trace {path} cannot be written: {error.strerror}; name another file."
@@ -156,3 +166,17 @@ def _check_replaceable(target: Path) -> None:
         raise OSError(errno.EINVAL, "it is there and no ordinary file")
     if not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def _remove_left_over(target: Path) -> None:
+    """Take away what recordings into `target` left that were killed."""
+    beside = f"{glob.escape(target.name)}.*.tmp"
+    for path in target.parent.glob(beside):
+        middle = path.name[len(target.name) + 1 : -len(".tmp")]
+        if re.fullmatch(r"[0-9a-f]{8}", middle) is None or not path.is_file():
+            continue
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(file.fileno()).st_mtime > _SURELY_LOCKED_S:
+                path.unlink()
+                log.info("%s is removed; a recording that was killed has left it", path)

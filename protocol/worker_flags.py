@@ -6,6 +6,7 @@ A mistake on it is one sentence and exit code 2, like every mistake a person mak
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -15,6 +16,8 @@ from protocol.run_dir import default_run_dir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from _typeshed import SupportsWrite
 
 #: "torch" is no native code at all; the others are ceilings, "best" is none.
 MAX_ISAS = (
@@ -40,6 +43,13 @@ class SentenceParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USER_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        """argparse itself takes a help that could not be written for a success."""
+        if file is not None and file is sys.stdout:
+            file.write(message)
+        else:
+            super()._print_message(message, file)
 
 
 def worker_parser(

@@ -250,7 +250,7 @@ def _continue(
                 if is_streaming:
                     sys.stdout.write(reply.text)
                     sys.stdout.flush()
-            case Status():
+            case Status() if not is_own:  # else the supervisor says that it starts another
                 report.say_waiting(reply.missing_roles)
             case Finished():
                 finished = reply

@@ -41,10 +41,16 @@ def spinner(text: str, *, is_shown: bool) -> contextlib.AbstractContextManager[o
 
 
 def say_waiting(missing_roles: Iterable[str]) -> None:
-    """Which workers a person still has to start."""
-    commands = ", ".join(f"`headrace {role.replace('_', '-')}`" for role in missing_roles)
-    if commands:
-        print(f"headrace: waiting for {commands}", file=sys.stderr, flush=True)
+    """Which workers are not there, and what a person may have to do about it."""
+    roles = list(missing_roles)
+    commands = " and ".join(f"`headrace {role.replace('_', '-')}`" for role in roles)
+    if roles:
+        print(
+            f"headrace: the pipeline has no {' and no '.join(roles)}, and waits; where no "
+            f"supervisor starts workers, start {commands}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def show_prompt(prompt: str) -> None:

@@ -122,6 +122,9 @@ def read_log(path: Path) -> Iterator[LogRecord]:
                     )
                 yield record
             if number == 0:
-                raise UserError(f"{path} is empty: line 1, the head of a latency log, is missing.")
+                raise UserError(
+                    f"{path} is empty: its run has not loaded the model yet, or was ended before "
+                    "it had; wait, or record it again."
+                )
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from None

@@ -72,12 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if word in _WORKERS:
         return _become_worker(_WORKERS[word][0], arguments[1:])
     try:
-        if word in _COMMANDS:
-            return _run(word, arguments[1:])
-        parser = _parser()
-        parser.parse_args(arguments)
-        parser.print_help(sys.stderr)
-        return EXIT_USER_ERROR
+        try:
+            return _command(word, arguments)
+        finally:
+            sys.stdout.flush()  # as the interpreter ends, nobody could tell what is wrong
     except UserError as error:
         print(f"headrace: {error}", file=sys.stderr)
         return error.exit_code
@@ -103,6 +101,15 @@ def _without_streams() -> int:
             "headrace: stdout is closed; send it to a file, or to /dev/null if nobody reads it.",
             file=sys.stderr,
         )
+    return EXIT_USER_ERROR
+
+
+def _command(word: str, arguments: list[str]) -> int:
+    if word in _COMMANDS:
+        return _run(word, arguments[1:])
+    parser = _parser()
+    parser.parse_args(arguments)
+    parser.print_help(sys.stderr)
     return EXIT_USER_ERROR
 
 

@@ -22,6 +22,11 @@ example:
   headrace top --once            # print it once, for a script or a log"""
 
 _SHADES = " \u2591\u2592\u2593\u2588"
+_LEGEND = (
+    "two cells per layer, the first layer left; blank: no expert of it is in a slot, "
+    f"{_SHADES[1]} a quarter, {_SHADES[2]} half, {_SHADES[3]} three quarters, {_SHADES[4]} all\n"
+    "busy and while busy: in the last 10 s; measured: what the split reckons with"
+)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -121,9 +126,10 @@ def _heat(slots: dict[str, Any]) -> RenderableType:
     ):
         share = resident / total if total else 0.0
         cells += 2 * _SHADES[min(len(_SHADES) - 1, round(share * (len(_SHADES) - 1)))]
-    return Text(
+    heat = Text(
         f"residency by layer [{cells}] {slots['resident']} of {slots['total']} slots hold an expert"
     )
+    return heat.append("\n").append(_LEGEND, "dim")
 
 
 def _workers(stats: dict[str, Any]) -> RenderableType:

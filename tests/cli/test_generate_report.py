@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.cli.generate_report import print_table
+from orchestrator.cli.generate_report import print_table, say_waiting
 from protocol.messages import Finished, FinishReason, RequestStats
 
 
@@ -40,3 +40,12 @@ def test_bytes_in_a_unit_that_can_be_read(
     stats = RequestStats(prompt_tokens=9, generated_tokens=1, fill_bytes=num_bytes)
     print_table(Finished("r", "stop", stats), 128)
     assert text in capsys.readouterr().err
+
+
+def test_who_is_missing_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    say_waiting([])
+    say_waiting(["gpu_worker", "cpu_worker"])
+    assert capsys.readouterr().err == (
+        "headrace: the pipeline has no gpu_worker and no cpu_worker, and waits; where no "
+        "supervisor starts workers, start `headrace gpu-worker` and `headrace cpu-worker`\n"
+    )

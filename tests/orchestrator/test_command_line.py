@@ -144,11 +144,13 @@ def test_no_line_of_help_is_longer_than_a_screen(capsys: pytest.CaptureFixture[s
         assert max(map(len, capsys.readouterr().out.splitlines())) <= 100, command
 
 
-def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["doctor", "--json"], ["plan", "--help"], ["--version"]])
+def test_a_full_disk_is_one_sentence(arguments: list[str], unbuffered: str) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "orchestrator.cli.main", "doctor", "--json"],
-            env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
+            [sys.executable, "-P", "-m", "orchestrator.cli.main", *arguments],
+            env={**os.environ, "PYTHONPATH": str(REPO_ROOT), "PYTHONUNBUFFERED": unbuffered},
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

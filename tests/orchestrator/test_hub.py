@@ -59,7 +59,7 @@ class FakeLine:
 class Scene:
     """A hub with everything around it faked, and a clock that stands until told."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_by_hand: bool = False) -> None:
         self.now_s = 100.0
         monkeypatch.setattr(hub_module.time, "monotonic", lambda: self.now_s)
         self.lines: dict[str, FakeLine] = {}
@@ -75,6 +75,7 @@ class Scene:
             self.delivered.append,
             lambda role: WorkerSetup("dir", "float32", "cpu", 4, 8, 64),
             lambda worker, change: self.changes.append((worker.epoch, change)),
+            is_by_hand=is_by_hand,
         )
 
     def find(self, token: str) -> FakeLine | None:
@@ -206,6 +207,28 @@ def test_loss_and_replacement(scene: Scene) -> None:
     assert sum(scene.hub.num_replaced.values()) == 1
     scene.join("one more", "cpu_worker")
     assert sum(scene.hub.num_replaced.values()) == 1
+
+
+@pytest.mark.parametrize("is_by_hand", [True, False])
+def test_by_hand_a_person_learns_what_is_missing_and_that_it_is_back(
+    is_by_hand: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the default level; a supervisor, where there is one, says so itself."""
+    caplog.set_level("WARNING")
+    scene = Scene(monkeypatch, is_by_hand=is_by_hand)
+    scene.join("cpu", "cpu_worker")
+    scene.hub.line_ended("cpu")
+    scene.hub.line_ended("cpu")
+    scene.join("again", "cpu_worker")
+    scene.join("one more", "cpu_worker")
+    scene.hub.say_goodbye("the end")
+    scene.hub.line_ended("again")
+    expected = [
+        "cpu_worker (process 1000, epoch 1) is gone: misses go to other cpu_workers, or are filled "
+        "until you start another `headrace cpu-worker`",
+        "cpu_worker (process 1001, epoch 2) is ready, 1.00 GB/s",
+    ]
+    assert caplog.messages == (expected if is_by_hand else [])
 
 
 def test_last_words(scene: Scene) -> None:

@@ -153,7 +153,7 @@ def test_line_cut_short_by_a_kill_is_left_out(
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "is empty: line 1"),
+        (b"", "is empty: its run has not loaded the model yet, or was ended"),
         (b"\x00\xff\n", "is not a latency log"),
         (b"{}\n", "is not a latency log"),
         (b"[]", "is not a latency log"),

@@ -102,3 +102,24 @@ def test_nothing_recorded_leaves_what_was_there(is_loaded: bool, tmp_path: Path)
     recorder.discard()
     assert path.read_text() == "older"
     assert os.listdir(tmp_path) == ["trace.npz"]
+
+
+def test_what_a_killed_recording_left_is_taken_away(tmp_path: Path) -> None:
+    """But neither that of one that still runs, nor a stranger's."""
+    path = tmp_path / "trace[1].npz"
+    left, fresh = tmp_path / "trace[1].npz.0123abcd.tmp", tmp_path / "trace[1].npz.89abcdef.tmp"
+    others = [tmp_path / "trace[1].npz.old.tmp", tmp_path / "trace1.npz.0123abcd.tmp"]
+    running = TraceRecorder(path)
+    [lock] = tmp_path.iterdir()
+    for file in (left, fresh, *others):
+        file.write_text("")
+    for file in (left, lock, *others):
+        os.utime(file, (0, 0))
+    recorder = TraceRecorder(path)
+    assert not left.exists()
+    assert lock.exists()
+    assert fresh.exists()
+    assert all(other.exists() for other in others)
+    for one in (running, recorder):
+        one.discard()
+    assert sorted(tmp_path.iterdir()) == sorted([fresh, *others])

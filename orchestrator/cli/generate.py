@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 from typing import TYPE_CHECKING
 
 from orchestrator.cli.options import (
@@ -222,13 +223,12 @@ def _continue(
     from orchestrator.cli import generate_report as report
     from protocol.messages import Finished, Generated, Status
 
-    said: list[list[str]] = []
+    waiting = report.Waiting(time.monotonic)
 
     def on_wait(status: Status) -> None:
         interrupts.check()
-        if not is_own and status.missing_roles not in said:
-            said.append(status.missing_roles)
-            report.say_waiting(status.missing_roles)
+        if not is_own:
+            waiting.hear(status)
 
     with report.spinner("starting workers", is_shown=is_own):
         client.wait_until_ready(_READY_TIMEOUT_S, on_wait)

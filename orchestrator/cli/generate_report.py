@@ -13,10 +13,12 @@ from orchestrator.cli.terminal import console_for
 from protocol.sizes import size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
-    from protocol.messages import Finished, RequestStats
+    from protocol.messages import Finished, RequestStats, Status
 
+#: From its command to its HELLO a worker imports its libraries first, in a second or two.
+_PATIENCE_S = 3.0
 #: What each stage is, for people; docs/latency-log.md says it at length.
 STAGE_TEXTS = {
     "dense": "norm, attention, router",
@@ -51,6 +53,28 @@ def say_waiting(missing_roles: Iterable[str]) -> None:
             file=sys.stderr,
             flush=True,
         )
+
+
+class Waiting:
+    """Says who is missing once somebody has been for a while: who was just started is on its way,
+    and who is starting needs no other."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._absent: list[str] = []
+        self._since_s = clock()
+        self._said: list[list[str]] = [[]]
+
+    def hear(self, status: Status) -> None:
+        """The latest status of a pipeline that is not ready."""
+        starting = {worker.role for worker in status.workers if not worker.is_ready}
+        absent = [role for role in status.missing_roles if role not in starting]
+        now_s = self._clock()
+        if absent != self._absent:
+            self._absent, self._since_s = absent, now_s
+        if absent not in self._said and now_s - self._since_s >= _PATIENCE_S:
+            self._said.append(absent)
+            say_waiting(absent)
 
 
 def show_prompt(prompt: str) -> None:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.cli.generate_report import print_table, say_waiting
-from protocol.messages import Finished, FinishReason, RequestStats
+from orchestrator.cli.generate_report import Waiting, print_table, say_waiting
+from protocol.messages import (
+    Capabilities,
+    Epoch,
+    Finished,
+    FinishReason,
+    RequestStats,
+    Status,
+    WorkerStatus,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,3 +57,27 @@ def test_who_is_missing_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> No
         "headrace: the pipeline has no gpu_worker and no cpu_worker, and waits; where no "
         "supervisor starts workers, start `headrace gpu-worker` and `headrace cpu-worker`\n"
     )
+
+
+def test_who_was_just_started_is_not_called_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    now_s = 0.0
+    waiting = Waiting(lambda: now_s)
+    starting = WorkerStatus("gpu_worker", 7, Epoch(1), False, 0.0, Capabilities(), 0)
+    all_missing = Status(False, "", ["gpu_worker", "dma_worker"], [], 0)
+    one_missing = Status(False, "", ["gpu_worker", "dma_worker"], [starting], 0)
+    waiting.hear(all_missing)
+    now_s = 2.0
+    waiting.hear(all_missing)
+    waiting.hear(one_missing)
+    now_s = 4.0
+    waiting.hear(one_missing)
+    assert capsys.readouterr().err == ""
+    for now_s in (6.0, 8.0, 60.0):  # noqa: B007
+        waiting.hear(one_missing)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "has no dma_worker, and waits" in said
+    waiting.hear(Status(False, "", ["gpu_worker"], [starting], 0))
+    now_s = 90.0
+    waiting.hear(Status(False, "", ["gpu_worker"], [starting], 0))
+    assert capsys.readouterr().err == ""

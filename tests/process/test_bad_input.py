@@ -107,6 +107,12 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str, float]] = {
     ),
     "no config": (remove("config.json"), [], "no config.json", QUICK_S),
     "broken config": (write("config.json", "{"), [], "config.json cannot be read", QUICK_S),
+    "no number": (
+        change_config(rms_norm_eps=float("nan")),
+        [],
+        "config.json: rms_norm_eps is nan, which is no number",
+        QUICK_S,
+    ),
     "no tokenizer": (remove("tokenizer.json"), [], "no tokenizer.json", QUICK_S),
     "broken tokenizer": (write("tokenizer.json", "{}"), [], "is not a tokenizer", QUICK_S),
     "no weights": (remove("model.safetensors"), [], "safetensors", QUICK_S),
@@ -138,6 +144,7 @@ CASES: dict[str, tuple[Callable[[Path], None], list[str], str, float]] = {
     "zero slots": (nothing, ["--slots", "0"], "no expert slot", QUICK_S),
     "senseless slots": (nothing, ["--slots", "some"], "not a number", QUICK_S),
     "too many slots": (nothing, ["--slots", "25"], "more than the 24 experts", IMPORTING_S),
+    "nobody for misses": (nothing, ["--fill=none", "--cpu-workers=0"], "starts nobody", QUICK_S),
     "unknown policy": (nothing, ["--policy", "magic"], "magic", QUICK_S),
     "log in no directory": (nothing, ["--latency-log", "/no/where"], "/no/where", QUICK_S),
     "recording in no directory": (

@@ -32,13 +32,15 @@ def why_no_number(config: dict[str, Any]) -> str | None:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             reason = _why_not(name, value)
             if reason is not None:
-                return f"{path} is {value}{reason}"
+                return f"{path} is {str(value)[:40]}{reason}"
     return None
 
 
 def _why_not(name: str, value: float) -> str | None:
-    # What has a limit may have none: mamba's `time_step_limit` is [0.0, Infinity].
-    if math.isnan(value) or (math.isinf(value) and "limit" not in name):
+    # What has a limit may have none: mamba's `time_step_limit` is [0.0, Infinity]. Whole numbers
+    # are finite, and may be too large for a float.
+    is_finite = isinstance(value, int) or math.isfinite(value)
+    if not is_finite and (math.isnan(value) or "limit" not in name):
         return ", which is no number to compute with"
     if name.rpartition("_")[2] in _EPSILONS and not 0 <= value <= 1:
         return " and must be from 0 to 1, like 1e-06"

@@ -110,6 +110,8 @@ def test_directory_faults(tmp_path: Path) -> None:
             '{"model_type": "a", "rope_parameters": {"rope_theta": 0}}',
             "rope_theta is 0 and must be",
         ),
+        ('{"model_type": "a", "eps": 1' + 400 * "0" + "}", "eps is 1000000000"),
+        ('{"model_type": "a", "x": 1' + 400 * "0" + "}", None),
         ('{"model_type": "a", "long_factor": [1, NaN]}', "long_factor[1] is nan"),
         ('{"model_type": "a", "max_position_embeddings": -1}', "max_position_embeddings is -1"),
         ('{"model_type": "a", "time_step_limit": [0.0, Infinity], "x_steps": -1, "eps": 0}', None),

@@ -75,23 +75,24 @@ std::vector<KernelSet> find_kernels() {
         __builtin_cpu_supports("f16c")) {
         add("avx2", avx2_kernels, avx2_packed, avx2_gates);
         if (__builtin_cpu_supports("avx512f")) {
+            // Zen 4 reads memory fastest when asked for little ahead in few streams, Intel's
+            // processors in many.
+            const bool is_amd = __builtin_cpu_is("amd");
+            const Kernels& plain = is_amd ? avx512_amd_kernels : avx512_kernels;
             const bool has_words =
                 __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-            add("avx512", avx512_kernels, has_words ? avx512_words_packed : avx2_packed,
+            add("avx512", plain, has_words ? avx512_words_packed : avx2_packed,
                 avx512_gates);
             const bool has_bytes = has_words && __builtin_cpu_supports("avx512vbmi") &&
                                    __builtin_cpu_supports("avx512vnni");
-            // Zen 4 reads memory fastest when asked for little ahead in few streams, Intel's
-            // processors in many.
-            const PackedKernels& of_bytes =
-                __builtin_cpu_is("amd") ? avx512_amd_packed : avx512_packed;
-            if (has_bytes) add("avx512_vnni", avx512_kernels, of_bytes, avx512_gates);
+            const PackedKernels& of_bytes = is_amd ? avx512_amd_packed : avx512_packed;
+            if (has_bytes) add("avx512_vnni", plain, of_bytes, avx512_gates);
             const bool has_pairs = has_words && __builtin_cpu_supports("avx512bf16");
             if (has_pairs)
-                add("avx512_bf16", avx512_kernels, has_bytes ? of_bytes : avx512_words_packed,
+                add("avx512_bf16", plain, has_bytes ? of_bytes : avx512_words_packed,
                     avx512_gates, &avx512_laid, &avx512_pairs);
             if (has_bytes && may_use_amx())
-                add("amx", avx512_kernels, amx_packed, avx512_gates, &amx_laid,
+                add("amx", plain, amx_packed, avx512_gates, &amx_laid,
                     has_pairs ? &avx512_pairs : nullptr);
         }
     }

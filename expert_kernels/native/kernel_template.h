@@ -7,7 +7,9 @@
 // V offers: LANES (16 / LANES vectors make the 16 partial sums), Reg, zero(), load(const float*),
 // broadcast(float), store(float*, Reg), fma(a, b, c) = a * b + c in one rounding,
 // widen<D>(const char*): LANES weights as float32, reduce(const Reg[16 / LANES]) in the order of
-// kernels.h, and prefetch(const char*).
+// kernels.h, and prefetch(const char*). Weights are read once, in V::OUTPUTS streams (ONE_ROW_OUTPUTS
+// for one row): asking for them V::AHEAD_BYTES ahead keeps the memory busy where a stream crosses into
+// another page, at which the processor's own prefetchers start anew.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +22,6 @@ namespace {
 
 template <int D>
 constexpr int ITEM_BYTES = D == HR_FLOAT32 ? 4 : 2;
-
-// Weights are read once, in streams: asking for them this far ahead keeps the memory busy where a
-// stream crosses into another page, at which the processor's own prefetchers start anew.
-constexpr int PREFETCH_BYTES = 512;
 
 
 template <class V, int D, int R, int M>
@@ -60,7 +58,7 @@ __attribute__((noinline)) void dot_tile(const Product& p, int output, int apart,
     int block = 0;
     for (; block + BLOCKS_PER_STEP <= num_blocks; block += BLOCKS_PER_STEP) {
         for (int r = 0; r < R; r++)
-            V::prefetch(w[r] + int64_t(block) * BLOCK_BYTES + PREFETCH_BYTES);
+            V::prefetch(w[r] + int64_t(block) * BLOCK_BYTES + V::AHEAD_BYTES);
         for (int step = 0; step < BLOCKS_PER_STEP; step++)
             multiply_block<V, D, R, M>(w, (block + step) * BLOCK_BYTES, x,
                                        (block + step) * NUM_LANES, sums);
@@ -98,15 +96,22 @@ __attribute__((always_inline)) inline void dot_outputs(const Product& p, int out
     for (; row < p.num_rows; row++) dot_tile<V, D, R, 1>(p, output, apart, row);
 }
 
+// R streams, each through a stretch of adjacent rows: with adjacent rows side by side instead, streams
+// would end after one row and jump, and rows of a few KB read 1.5x slower.
+template <class V, int D, int R>
+void dot_streams(const Product& p) {
+    const int apart = p.num_outputs / R;
+    for (int output = 0; output < apart; output++) dot_outputs<V, D, R>(p, output, apart);
+    for (int output = apart * R; output < p.num_outputs; output++)
+        dot_outputs<V, D, 1>(p, output, 1);
+}
+
 template <class V, int D>
 void dot_rows(const Product& p) {
-    // OUTPUTS streams, each through a stretch of adjacent rows: with adjacent rows side by side
-    // instead, streams would end after one row and jump, and rows of a few KB read 1.5x slower.
-    const int apart = p.num_outputs / V::OUTPUTS;
-    for (int output = 0; output < apart; output++)
-        dot_outputs<V, D, V::OUTPUTS>(p, output, apart);
-    for (int output = apart * V::OUTPUTS; output < p.num_outputs; output++)
-        dot_outputs<V, D, 1>(p, output, 1);
+    if (V::ONE_ROW_OUTPUTS != V::OUTPUTS && p.num_rows == 1)
+        dot_streams<V, D, V::ONE_ROW_OUTPUTS>(p);
+    else
+        dot_streams<V, D, V::OUTPUTS>(p);
 }
 
 // K rows of the weights times K values, added to the sums of a stretch of outputs. Sums lie in

@@ -83,6 +83,7 @@ extern const Kernels scalar_kernels;
 #if defined(HR_HAS_X86)
 extern const Kernels avx2_kernels;
 extern const Kernels avx512_kernels;
+extern const Kernels avx512_amd_kernels;
 extern const LaidKernels avx512_laid;
 extern const LaidKernels amx_laid;
 #endif

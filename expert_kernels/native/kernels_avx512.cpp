@@ -14,6 +14,8 @@ namespace {
 struct Avx512 {
     static constexpr int LANES = 16;
     static constexpr int OUTPUTS = 8;
+    static constexpr int ONE_ROW_OUTPUTS = 8;
+    static constexpr int AHEAD_BYTES = 512;
     static constexpr int OUTPUTS_OF_ROWS = 4;
     static constexpr int ROWS = 4;
     using Reg = __m512;
@@ -54,7 +56,14 @@ struct Avx512 {
     }
 };
 
-template <int D>
+// Zen 4 reads memory fastest in few streams, each asked for little ahead.
+struct Avx512Amd : Avx512 {
+    static constexpr int ONE_ROW_OUTPUTS = 4;
+    static constexpr int AHEAD_BYTES = 256;
+};
+
+// `V`: for one row and two.
+template <class V, int D>
 void dot_any_rows(const Product& p) {
     if (p.num_rows >= LEAST_MANY_ROWS<D>)
         dot_many_rows<Avx512, D>(p);
@@ -63,12 +72,17 @@ void dot_any_rows(const Product& p) {
     else if (p.num_rows >= LEAST_FEW_ROWS && p.num_rows <= BLOCK_ROWS<3>)
         dot_few_rows<Avx512, D, 3>(p);
     else
-        dot_rows<Avx512, D>(p);
+        dot_rows<V, D>(p);
+}
+
+template <class V>
+constexpr Kernels kernels_with() {
+    return {{dot_any_rows<V, HR_FLOAT32>, dot_any_rows<V, HR_BFLOAT16>, dot_any_rows<V, HR_FLOAT16>},
+            {sum_columns<Avx512, HR_FLOAT32>, sum_columns<Avx512, HR_BFLOAT16>,
+             sum_columns<Avx512, HR_FLOAT16>}};
 }
 
 }  // namespace
 
-extern const Kernels avx512_kernels = {
-    {dot_any_rows<HR_FLOAT32>, dot_any_rows<HR_BFLOAT16>, dot_any_rows<HR_FLOAT16>},
-    {sum_columns<Avx512, HR_FLOAT32>, sum_columns<Avx512, HR_BFLOAT16>,
-     sum_columns<Avx512, HR_FLOAT16>}};
+extern const Kernels avx512_kernels = kernels_with<Avx512>();
+extern const Kernels avx512_amd_kernels = kernels_with<Avx512Amd>();

@@ -8,6 +8,8 @@ namespace {
 struct Scalar {
     static constexpr int LANES = 1;
     static constexpr int OUTPUTS = 1;
+    static constexpr int ONE_ROW_OUTPUTS = 1;
+    static constexpr int AHEAD_BYTES = 512;
     static constexpr int OUTPUTS_OF_ROWS = 1;
     static constexpr int ROWS = 1;
     using Reg = float;

@@ -10,9 +10,10 @@
 namespace {
 
 constexpr int64_t TILE_BYTES = 256 * 1024;
-// Sixteen streams take longer to be under way than eight, so tiles are longer where there are enough.
-constexpr int64_t MOST_LAID_BYTES = 512 * 1024;
-constexpr int64_t LAID_TILES_PER_THREAD = 16;
+// Streams take a while to be under way, so tiles are longer where there are enough and none is read
+// twice.
+constexpr int64_t MOST_TILE_BYTES = 512 * 1024;
+constexpr int64_t TILES_PER_THREAD = 16;
 constexpr int MAX_TILE_OUTPUTS = 256;
 constexpr int ROWS_PER_PASS = 2 * LAID_BLOCK;  // rows whose sums are kept at once
 // Sums of a row from those of the next: no power of two, which would put all of them into few lines
@@ -245,10 +246,12 @@ void run_plain_step(HrPool& pool, const HrForm& form, const Kernels& kernels,
                           (job.up_rows + form.intermediate_size);
     const int num_threads = useful_threads(pool, total, step.most_threads);
     if (form.dtype == HR_BFLOAT16 && !form.is_transposed) job.laid = laid;
+    int64_t most_pairs = 0;
+    for (const Expert& expert : job.experts) most_pairs = std::max(most_pairs, expert.num_pairs);
     const int64_t tile_bytes =
-        job.laid ? std::clamp(total / (num_threads * LAID_TILES_PER_THREAD), TILE_BYTES,
-                              MOST_LAID_BYTES)
-                 : TILE_BYTES;
+        job.laid || most_pairs <= ROWS_PER_PASS
+            ? std::clamp(total / (num_threads * TILES_PER_THREAD), TILE_BYTES, MOST_TILE_BYTES)
+            : TILE_BYTES;
     job.first_units =
         outputs_per_tile(tile_bytes, form.hidden_size * job.item * ways, form.intermediate_size);
     job.first_tiles = (form.intermediate_size + job.first_units - 1) / job.first_units;

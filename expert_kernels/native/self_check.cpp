@@ -66,25 +66,22 @@ bool has_scalar_bits(const Kernels& kernels) {
             std::vector<float> found[2];
             const Kernels* both[] = {&scalar_kernels, &kernels};
             for (int i = 0; i < 2; i++) {
-                found[i].resize(size_t(NUM_ROWS + SOME_ROWS + FEW_ROWS) * NUM_OUTPUTS);
+                found[i].resize(size_t(NUM_ROWS + SOME_ROWS + FEW_ROWS + 1) * NUM_OUTPUTS);
                 Product product{};
                 product.weights = weights.data();
                 product.stride_bytes = (is_columns ? NUM_OUTPUTS : DEPTH) * item;
                 product.num_outputs = NUM_OUTPUTS;
                 product.depth = DEPTH;
                 product.x = x;
-                product.num_rows = NUM_ROWS;
                 product.out = found[i].data();
                 product.out_stride = NUM_OUTPUTS;
                 const auto multiply =
                     (is_columns ? both[i]->sum_columns : both[i]->dot_rows)[dtype];
-                multiply(product);
-                product.out += product.num_rows * NUM_OUTPUTS;
-                product.num_rows = SOME_ROWS;
-                multiply(product);
-                product.out += product.num_rows * NUM_OUTPUTS;
-                product.num_rows = FEW_ROWS;
-                multiply(product);
+                for (const int num_rows : {NUM_ROWS, SOME_ROWS, FEW_ROWS, 1}) {
+                    product.num_rows = num_rows;
+                    multiply(product);
+                    product.out += num_rows * NUM_OUTPUTS;
+                }
             }
             if (memcmp(found[0].data(), found[1].data(), found[0].size() * sizeof(float)))
                 return false;

@@ -186,8 +186,9 @@ int32_t outputs_per_tile(int64_t tile_bytes, int64_t bytes_per_output, int64_t n
 }
 
 // From one row of float32 values to the next: rows as long as a power of two would all lie in the
-// same few lines of a cache.
-int64_t apart_in_cache(int64_t count) { return round_up(count, NUM_LANES) + NUM_LANES; }
+// same few lines of a cache. Two lines more than that, not one: else, where the rows begin as far from
+// a page's begin as the weights do, eight of float32 take 1.13 times as long (docs/performance.md).
+int64_t apart_in_cache(int64_t count) { return round_up(count, NUM_LANES) + 2 * NUM_LANES; }
 
 void widen_hidden(HrPool& pool, const HrForm& form, const HrStep& step, StepJob& job) {
     const int64_t num_pairs = step.pair_begin[step.num_experts];

@@ -48,11 +48,12 @@ struct Avx512Lines {
                     _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))),
                     23));
             default: {
+                // s eeee mmm to s 0 eeee mmm 0...: what is 256 times too small in float16.
                 const __m256i words = _mm256_slli_epi16(
-                    _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))),
-                    8);
+                    _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))),
+                    7);
                 const __m256i halves =
-                    _mm256_and_si256(_mm256_srai_epi16(words, 1), _mm256_set1_epi16(short(0xbf80)));
+                    _mm256_and_si256(words, _mm256_set1_epi16(short(0xbf80)));
                 return _mm512_cvtph_ps(halves);
             }
         }

@@ -54,6 +54,15 @@ struct Ahead {
     int64_t bytes(const char* line) const { return line < end ? usual : usual + jump; }
 };
 
+// Where the same place of each of several tiles lies: number t `apart_bytes` behind number t - 1.
+struct Places {
+    const char* first;
+    int64_t apart_bytes;
+
+    const char* of(int t) const { return first + t * apart_bytes; }
+    Places behind(int64_t num_bytes) const { return {first + num_bytes, apart_bytes}; }
+};
+
 constexpr int8_t INT4_VALUES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 constexpr int8_t INT4_RAW_VALUES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr int8_t E2M1_DOUBLED[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
@@ -102,7 +111,7 @@ struct Known {
 // offsets of the weights where there are zero points.
 template <class P, class K, int T, int M>
 __attribute__((always_inline)) inline void sum_words(
-    const typename P::Table& table, const char* const (&codes)[T], const Ahead& ahead,
+    const typename P::Table& table, const Places& codes, const Ahead& ahead,
     const PackedRow* rows, int64_t group, int group_size, typename P::Int (&found)[T][M][TILE_OUTPUTS / P::LANES]) {
     constexpr int KIND = K::KIND, PARTS = TILE_OUTPUTS / P::LANES;
     const int num_lines = group_size / INPUTS_PER_LINE<KIND>;
@@ -111,9 +120,9 @@ __attribute__((always_inline)) inline void sum_words(
     each<T * M * PARTS>(
         HR_EACH(i) { found[i / PARTS / M][i / PARTS % M][i % PARTS] = P::zero_int(); });
     for (int line = 0; line < num_lines; line++) {
-        const int64_t ahead_bytes = ahead.bytes(codes[0] + line * LINE_BYTES);
+        const int64_t ahead_bytes = ahead.bytes(codes.first + line * LINE_BYTES);
         each<T>(HR_EACH(t) {
-            const char* at = codes[t] + line * LINE_BYTES;
+            const char* at = codes.of(t) + line * LINE_BYTES;
             P::prefetch(at + ahead_bytes);
             each<PARTS>(HR_EACH(v) {
                 const char* part = at + v * P::LANES * 4;
@@ -136,7 +145,7 @@ __attribute__((always_inline)) inline void sum_words(
 
 template <class P, class K, int T, int M>
 __attribute__((always_inline)) inline void sum_bytes(
-    const typename P::Table& table, const char* const (&codes)[T], const Ahead& ahead,
+    const typename P::Table& table, const Places& codes, const Ahead& ahead,
     const PackedRow* rows, int64_t group, int group_size, typename P::Int (&found)[T][M][1]) {
     static_assert(P::LANES == TILE_OUTPUTS);
     constexpr int KIND = K::KIND, QUADS = INPUTS_PER_LINE<KIND> / 4;
@@ -148,12 +157,12 @@ __attribute__((always_inline)) inline void sum_bytes(
     });
     each<T * M>(HR_EACH(i) { upper[i / M][i % M] = lower[i / M][i % M] = P::zero_int(); });
     for (int first = 0; first < num_lines; first += K::LINES_AT_ONCE) {
-        const int64_t asked = first * LINE_BYTES + ahead.bytes(codes[0] + first * LINE_BYTES);
+        const Places asked = codes.behind(first * LINE_BYTES + ahead.bytes(codes.first + first * LINE_BYTES));
         each<K::LINES_AT_ONCE>(HR_EACH(i) {
             const int line = first + i;
             each<T>(HR_EACH(t) {
-                const char* at = codes[t] + line * LINE_BYTES;
-                P::prefetch(codes[t] + asked + i * LINE_BYTES);
+                const char* at = codes.of(t) + line * LINE_BYTES;
+                P::prefetch(asked.of(t) + i * LINE_BYTES);
                 typename P::Words w[QUADS];
                 if constexpr (HAS_BYTES<KIND>)
                     P::decode8(at, w);
@@ -177,8 +186,8 @@ __attribute__((always_inline)) inline void sum_bytes(
 // One group of T tiles and M rows, integers: added to sums.
 template <class P, class K, int T, int M>
 __attribute__((always_inline)) inline void add_group(
-    const PackedProduct& p, const typename P::Table& table, const char* const (&codes)[T],
-    const char* const (&scales)[T], const char* const (&zeros)[T], const Ahead& ahead,
+    const PackedProduct& p, const typename P::Table& table, const Places& codes,
+    const Places& scales, const Places& zeros, const Ahead& ahead,
     const PackedRow* rows, int64_t group, typename P::Float (&sums)[T][M][TILE_OUTPUTS / P::LANES]) {
     constexpr int PARTS = TILE_OUTPUTS / P::LANES;
     const PackedFormat& format = *p.format;
@@ -191,7 +200,7 @@ __attribute__((always_inline)) inline void add_group(
         each<T * M * PARTS>(HR_EACH(i) {
             constexpr int t = i / PARTS / M, m = i / PARTS % M, v = i % PARTS;
             found[t][m][v] =
-                P::minus(found[t][m][v], zeros[t] + v * P::LANES, rows[m].sums[group]);
+                P::minus(found[t][m][v], zeros.of(t) + v * P::LANES, rows[m].sums[group]);
         });
     else if constexpr (P::HAS_BYTE_PRODUCTS)
         each<T * M>(HR_EACH(i) {
@@ -202,7 +211,7 @@ __attribute__((always_inline)) inline void add_group(
     each<T * PARTS>(HR_EACH(i) {
         constexpr int t = i / PARTS, v = i % PARTS;
         const auto scale =
-            P::scale(K::scale(format), scales[t] + v * P::LANES * format.scale_bytes);
+            P::scale(K::scale(format), scales.of(t) + v * P::LANES * format.scale_bytes);
         each<M>(HR_EACH(m) {
             sums[t][m][v] = P::fma(P::to_float(found[t][m][v]),
                                    P::multiply(scale, rows[m].scales[group]), sums[t][m][v]);
@@ -213,16 +222,16 @@ __attribute__((always_inline)) inline void add_group(
 // The same for fp8.
 template <class P, int T, int M>
 __attribute__((always_inline)) inline void add_fp8_group(
-    const char* const (&codes)[T], const char* const (&scales)[T], const Ahead& ahead,
+    const Places& codes, const Places& scales, const Ahead& ahead,
     const PackedRow* rows, int64_t group, typename P::Float (&sums)[T][M][TILE_OUTPUTS / P::LANES]) {
     constexpr int PARTS = TILE_OUTPUTS / P::LANES, GROUP_SIZE = 128;
     each<PARTS>(HR_EACH(v) {
         typename P::Float found[T][M][4];
         each<T * M * 4>(HR_EACH(i) { found[i / 4 / M][i / 4 % M][i % 4] = P::zero_float(); });
         for (int line = 0; line < GROUP_SIZE / 4; line++) {
-            const int64_t ahead_bytes = ahead.bytes(codes[0] + line * LINE_BYTES);
+            const int64_t ahead_bytes = ahead.bytes(codes.first + line * LINE_BYTES);
             each<T>(HR_EACH(t) {
-                const char* at = codes[t] + line * LINE_BYTES;
+                const char* at = codes.of(t) + line * LINE_BYTES;
                 if (v == 0) P::prefetch(at + ahead_bytes);
                 typename P::Float w[4];
                 P::decode_fp8(at + v * P::LANES * 4, w);
@@ -234,7 +243,7 @@ __attribute__((always_inline)) inline void add_fp8_group(
             });
         }
         each<T>(HR_EACH(t) {
-            const auto scale = P::multiply(P::load(scales[t] + v * P::LANES * 4), 256.0f);
+            const auto scale = P::multiply(P::load(scales.of(t) + v * P::LANES * 4), 256.0f);
             each<M>(HR_EACH(m) {
                 sums[t][m][v] = P::fma(P::add(P::add(found[t][m][0], found[t][m][1]),
                                               P::add(found[t][m][2], found[t][m][3])),
@@ -259,45 +268,39 @@ __attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, 
     typename P::Float sums[T][M][PARTS];
     each<T * M * PARTS>(
         HR_EACH(i) { sums[i / PARTS / M][i / PARTS % M][i % PARTS] = P::zero_float(); });
-    const char* start[T];
-    const char* record[T];
-    for (int t = 0; t < T; t++) {
-        start[t] = p.tiles + (tile + t * apart) * p.tile_bytes;
-        record[t] = start[t] + format.header_bytes;
-        if (format.header_bytes) P::prefetch(start[t]);
-    }
-    ahead.end = start[0] + p.tile_bytes - ahead.usual;
+    const Places start{p.tiles + tile * p.tile_bytes, apart * p.tile_bytes};
+    if (format.header_bytes)
+        for (int t = 0; t < T; t++) P::prefetch(start.of(t));
+    ahead.end = start.first + p.tile_bytes - ahead.usual;
     const int group_scale_bytes = TILE_OUTPUTS * format.scale_bytes;
     const int zeros_offset = format.groups_per_record * group_scale_bytes;
+    Places record = start.behind(format.header_bytes);
     for (int64_t first = 0; first < p.num_groups; first += format.groups_per_record) {
         const int64_t left = p.num_groups - first;
         const int count = int(left < format.groups_per_record ? left : format.groups_per_record);
-        const int64_t ahead_bytes = ahead.bytes(record[0]);
+        const Places asked = record.behind(ahead.bytes(record.first));
         for (int t = 0; t < T; t++)
             for (int at = 0; at < format.record_scale_bytes; at += LINE_BYTES)
-                P::prefetch(record[t] + at + ahead_bytes);
+                P::prefetch(asked.of(t) + at);
         for (int i = 0; i < count; i++) {
-            const char *codes[T], *scales[T], *zeros[T];
-            for (int t = 0; t < T; t++) {
-                codes[t] = record[t] + format.record_scale_bytes + i * format.group_code_bytes;
-                scales[t] = record[t] + i * group_scale_bytes;
-                zeros[t] = record[t] + zeros_offset + i * TILE_OUTPUTS;
-            }
+            const Places codes =
+                record.behind(format.record_scale_bytes + i * format.group_code_bytes);
+            const Places scales = record.behind(i * group_scale_bytes);
+            const Places zeros = record.behind(zeros_offset + i * TILE_OUTPUTS);
             if constexpr (KIND == HR_FP8)
                 add_fp8_group<P, T, M>(codes, scales, ahead, rows, first + i, sums);
             else
                 add_group<P, K, T, M>(p, table, codes, scales, zeros, ahead, rows, first + i,
                                       sums);
         }
-        for (int t = 0; t < T; t++)
-            record[t] += format.record_scale_bytes + count * format.group_code_bytes;
+        record = record.behind(format.record_scale_bytes + count * format.group_code_bytes);
     }
     each<T * M * PARTS>(HR_EACH(i) {
         constexpr int t = i / PARTS / M, m = i / PARTS % M, v = i % PARTS;
         auto sum = sums[t][m][v];
         if constexpr (KIND == HR_MXFP4) sum = P::multiply(sum, 0.5f);
         if constexpr (KIND == HR_NVFP4)
-            sum = P::multiply(sum, P::multiply(P::load(start[t] + v * P::LANES * 4), 0.5f));
+            sum = P::multiply(sum, P::multiply(P::load(start.of(t) + v * P::LANES * 4), 0.5f));
         P::store(p.out + (row + m) * p.out_stride + (tile + t * apart) * TILE_OUTPUTS +
                      v * P::LANES,
                  sum);

@@ -53,8 +53,13 @@ SHAPES = ((2048, 768, 128), (2048, 512, 256), (4096, 14336, 8), (2880, 2880, 32)
 WORKING_SET_BYTES = 3_000_000_000
 EXPERTS_PER_CALL = 8
 _READ_BYTES = 256 * 1024 * 1024
-#: Streams of a thread and bytes that it asks ahead: ways to read, of which the fastest counts.
-_WAYS = tuple((streams, ahead) for ahead in (256, 1024) for streams in (1, 2, 4, 8, 16))
+#: Streams of a thread, bytes that it asks ahead, and farther into the second-level cache: ways to
+#: read, of which the fastest counts.
+_WAYS = tuple(
+    (streams, *ahead)
+    for ahead in ((256, 0), (1024, 0), (256, 1024))
+    for streams in (1, 2, 4, 8, 16)
+)
 _WAY_BYTES = 64 * 1024 * 1024
 _WAY_ROUNDS = 9
 _SLICE_S = 0.1
@@ -85,7 +90,12 @@ class Reading(msgspec.Struct, frozen=True):
 
     streams: int
     ahead_bytes: int
+    farther_bytes: int
     gbps: float
+
+    @property
+    def way(self) -> tuple[int, int, int]:
+        return self.streams, self.ahead_bytes, self.farther_bytes
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -243,7 +253,7 @@ def fastest_reading(blocks: torch.Tensor, args: argparse.Namespace, num_threads:
     )
     now_s = _stopwatch(args, num_threads)
     size = min(_WAY_BYTES, blocks.numel())
-    rates: dict[tuple[int, int], list[float]] = {way: [] for way in _WAYS}
+    rates: dict[tuple[int, int, int], list[float]] = {way: [] for way in _WAYS}
     for turn in range(_WAY_ROUNDS * len(_WAYS)):
         way = _WAYS[turn % len(_WAYS)]
         start = turn % (blocks.numel() // size) * size
@@ -281,7 +291,7 @@ def measure(
 
     def read(turn: int) -> int:
         start = turn * _READ_BYTES % (WORKING_SET_BYTES - _READ_BYTES)
-        native.read(blocks[start : start + _READ_BYTES], reading.streams, reading.ahead_bytes)
+        native.read(blocks[start : start + _READ_BYTES], *reading.way)
         return _READ_BYTES
 
     def run(compute: TorchCompute, size: int) -> Callable[[int], int]:
@@ -362,7 +372,8 @@ def _print_table(rows: list[Row], result: dict[str, object], readings: dict[int,
     for num_threads, reading in readings.items():
         print(
             f"reading with {num_threads} threads: {reading.streams} streams each, "
-            f"{reading.ahead_bytes} bytes ahead, {reading.gbps:.1f} GB/s"
+            f"{reading.ahead_bytes} bytes ahead (and {reading.farther_bytes} farther), "
+            f"{reading.gbps:.1f} GB/s"
         )
 
 

@@ -237,14 +237,14 @@ class NativeExpertFunction(ExpertFunction):
             pair_begin.append(len(row_ids))
         self._run(blocks, pair_begin, row_ids, place_ids, step_rows.hidden, views.places)
 
-    def read(self, memory: torch.Tensor, num_streams: int, ahead_bytes: int) -> int:
+    def read(
+        self, memory: torch.Tensor, num_streams: int, ahead_bytes: int, farther_bytes: int = 0
+    ) -> int:
         """A checksum of `memory` (uint8): reading alone, with all threads, for comparison.
-        `num_streams`, `ahead_bytes`: see hr_read."""
-        return int(
-            self._library.hr_read(
-                self.pool, memory.data_ptr(), memory.numel(), num_streams, ahead_bytes
-            )
-        )
+        `num_streams`, `ahead_bytes`, `farther_bytes`: see hr_read."""
+        num_bytes = memory.numel()
+        way = (num_streams, ahead_bytes, farther_bytes)
+        return int(self._library.hr_read(self.pool, memory.data_ptr(), num_bytes, *way))
 
     def _address(self, tensors: dict[str, torch.Tensor]) -> int:
         """Where the block begins that these tensors are views of."""

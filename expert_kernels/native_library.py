@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from expert_store.formats import FormatKind, ScaleKind
     from expert_store.layout import Dtype, ExpertForm, GateKind, StoreLayout
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 LIBRARY_NAME = "headrace_experts.so"
 
 #: HrDtype.
@@ -194,7 +194,8 @@ def open_library(places: Iterable[Path]) -> ctypes.CDLL:
     ]  # fmt: skip
     library.hr_run.restype = ctypes.c_int32
     library.hr_read.argtypes = [
-        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32,
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64,
+        ctypes.c_int32, ctypes.c_int32, ctypes.c_int32,
     ]  # fmt: skip
     library.hr_read.restype = ctypes.c_uint64
     return library

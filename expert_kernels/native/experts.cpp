@@ -124,6 +124,7 @@ struct ReadJob {
     const char* data;
     int64_t num_bytes;
     int64_t ahead_bytes;
+    int64_t farther_bytes;  // 0: nothing is asked for farther ahead
     std::atomic<uint64_t> checksum{0};
 };
 
@@ -131,10 +132,11 @@ struct ReadJob {
 // two behind another, where they would push each other out of a cache.
 constexpr int64_t READ_TILE_BYTES = 16 * 1021 * 64;
 
-template <int NUM_STREAMS>
+template <int NUM_STREAMS, bool IS_FAR>
 void read_tile(void* context, int64_t tile, int64_t) {
     ReadJob& job = *static_cast<ReadJob*>(context);
     const int64_t begin = tile * READ_TILE_BYTES, ahead_bytes = job.ahead_bytes;
+    const int64_t far_bytes = ahead_bytes + job.farther_bytes;
     const int64_t stream_bytes =
         std::min(READ_TILE_BYTES, job.num_bytes - begin) / (64 * NUM_STREAMS) * 64;
     const char* data = job.data + begin;
@@ -146,16 +148,18 @@ void read_tile(void* context, int64_t tile, int64_t) {
             uint64_t word;
             memcpy(&word, line, sizeof word);
             __builtin_prefetch(line + ahead_bytes, 0, 3);
+            if (IS_FAR) __builtin_prefetch(line + far_bytes, 0, 2);
             total += word;
         }
     job.checksum.fetch_add(total, std::memory_order_relaxed);
 }
 
+template <bool IS_FAR>
 TilePool::Work read_tile_in(int32_t num_streams) {
-    if (num_streams >= 16) return read_tile<16>;
-    if (num_streams >= 8) return read_tile<8>;
-    if (num_streams >= 4) return read_tile<4>;
-    return num_streams >= 2 ? read_tile<2> : read_tile<1>;
+    if (num_streams >= 16) return read_tile<16, IS_FAR>;
+    if (num_streams >= 8) return read_tile<8, IS_FAR>;
+    if (num_streams >= 4) return read_tile<4, IS_FAR>;
+    return num_streams >= 2 ? read_tile<2, IS_FAR> : read_tile<1, IS_FAR>;
 }
 
 }  // namespace
@@ -207,10 +211,12 @@ int32_t hr_run(HrPool* pool, const HrForm* form, int32_t isa, const HrStep* step
 }
 
 uint64_t hr_read(HrPool* pool, const void* data, int64_t num_bytes, int32_t num_streams,
-                 int32_t ahead_bytes) {
+                 int32_t ahead_bytes, int32_t farther_bytes) {
     std::lock_guard<std::mutex> lock(pool->one_caller);
-    ReadJob job{static_cast<const char*>(data), num_bytes, ahead_bytes, {}};
+    ReadJob job{static_cast<const char*>(data), num_bytes, ahead_bytes, farther_bytes, {}};
     const int64_t num_tiles = (num_bytes + READ_TILE_BYTES - 1) / READ_TILE_BYTES;
-    pool->threads.run(num_tiles, pool->threads.num_threads(), read_tile_in(num_streams), &job);
+    const TilePool::Work work =
+        farther_bytes ? read_tile_in<true>(num_streams) : read_tile_in<false>(num_streams);
+    pool->threads.run(num_tiles, pool->threads.num_threads(), work, &job);
     return job.checksum.load();
 }

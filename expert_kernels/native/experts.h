@@ -12,7 +12,7 @@
 #define HR_EXPORT extern "C"
 #endif
 
-constexpr int32_t HR_ABI_VERSION = 4;
+constexpr int32_t HR_ABI_VERSION = 5;
 
 enum HrDtype : int32_t { HR_FLOAT32 = 0, HR_BFLOAT16 = 1, HR_FLOAT16 = 2 };
 
@@ -126,6 +126,7 @@ HR_EXPORT int32_t hr_weighted_sum(const HrWeightedSum* sum);
 
 // Bring num_bytes at `data` from memory with all threads of the pool and return a checksum of some:
 // the read ceiling, if done as this machine likes it. A thread reads in num_streams streams side by
-// side (1, 2, 4, 8 or 16, others count as the next below) and asks for what lies ahead_bytes behind.
+// side (1, 2, 4, 8 or 16, others count as the next below) and asks for what lies ahead_bytes behind and,
+// if farther_bytes is not 0, into the second-level cache for what lies that much farther.
 HR_EXPORT uint64_t hr_read(HrPool* pool, const void* data, int64_t num_bytes, int32_t num_streams,
-                           int32_t ahead_bytes);
+                           int32_t ahead_bytes, int32_t farther_bytes);

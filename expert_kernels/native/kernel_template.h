@@ -9,7 +9,8 @@
 // widen<D>(const char*): LANES weights as float32, reduce(const Reg[16 / LANES]) in the order of
 // kernels.h, and prefetch(const char*). Weights are read once, in V::OUTPUTS streams (ONE_ROW_OUTPUTS
 // for one row): asking for them V::AHEAD_BYTES ahead keeps the memory busy where a stream crosses into
-// another page, at which the processor's own prefetchers start anew.
+// another page, at which the processor's own prefetchers start anew. Where V::FARTHER_BYTES is not 0, one
+// row's weights are asked for so much farther ahead as well, by ask_for(const char*).
 #pragma once
 
 #include <cstdint>
@@ -57,8 +58,11 @@ __attribute__((noinline)) void dot_tile(const Product& p, int output, int apart,
     constexpr int BLOCKS_PER_STEP = BLOCK_BYTES < LINE_BYTES ? LINE_BYTES / BLOCK_BYTES : 1;
     int block = 0;
     for (; block + BLOCKS_PER_STEP <= num_blocks; block += BLOCKS_PER_STEP) {
-        for (int r = 0; r < R; r++)
-            V::prefetch(w[r] + int64_t(block) * BLOCK_BYTES + V::AHEAD_BYTES);
+        for (int r = 0; r < R; r++) {
+            const char* ahead = w[r] + int64_t(block) * BLOCK_BYTES + V::AHEAD_BYTES;
+            V::prefetch(ahead);
+            if constexpr (V::FARTHER_BYTES > 0 && M == 1) V::ask_for(ahead + V::FARTHER_BYTES);
+        }
         for (int step = 0; step < BLOCKS_PER_STEP; step++)
             multiply_block<V, D, R, M>(w, (block + step) * BLOCK_BYTES, x,
                                        (block + step) * NUM_LANES, sums);

@@ -11,6 +11,7 @@ struct Avx2 {
     static constexpr int OUTPUTS = 4;
     static constexpr int ONE_ROW_OUTPUTS = 4;
     static constexpr int AHEAD_BYTES = 512;
+    static constexpr int FARTHER_BYTES = 0;
     static constexpr int OUTPUTS_OF_ROWS = 2;
     static constexpr int ROWS = 3;
     using Reg = __m256;

@@ -10,6 +10,7 @@ struct Scalar {
     static constexpr int OUTPUTS = 1;
     static constexpr int ONE_ROW_OUTPUTS = 1;
     static constexpr int AHEAD_BYTES = 512;
+    static constexpr int FARTHER_BYTES = 0;
     static constexpr int OUTPUTS_OF_ROWS = 1;
     static constexpr int ROWS = 1;
     using Reg = float;

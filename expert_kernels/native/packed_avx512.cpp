@@ -216,18 +216,21 @@ void multiply_fp8(const PackedProduct& p) {
     });
 }
 
-template <int STREAMS, int AHEAD_BYTES>
+// Zen 4 brings one row's weights fastest into the first-level cache from near ahead and into the second
+// one from farther, in few streams (docs/performance.md).
+struct AmdReading {
+    static constexpr int STREAMS = 4, AHEAD_BYTES = 256, FARTHER_BYTES = 1024;
+};
+
+template <class Reading>
 constexpr PackedKernels kernels_of() {
-    return {{multiply_packed<Avx512, HR_INT8, STREAMS, AHEAD_BYTES>,
-             multiply_packed<Avx512, HR_INT4, STREAMS, AHEAD_BYTES>,
-             multiply_packed<Avx512, HR_MXFP4, STREAMS, AHEAD_BYTES>,
-             multiply_packed<Avx512, HR_NVFP4, STREAMS, AHEAD_BYTES>, multiply_fp8},
+    return {{multiply_packed<Avx512, HR_INT8, Reading>, multiply_packed<Avx512, HR_INT4, Reading>,
+             multiply_packed<Avx512, HR_MXFP4, Reading>, multiply_packed<Avx512, HR_NVFP4, Reading>,
+             multiply_fp8},
             quantise_avx512};
 }
 
 }  // namespace
 
-extern const PackedKernels avx512_packed = kernels_of<8, PACKED_PREFETCH_BYTES>();
-// Asked for farther ahead, Zen 4's own prefetchers bring less: one row of int8 1.06 to 1.18 times as
-// fast as with 2048, the formats of 4 bits 1.0 to 1.1. (fp8 is the same either way.)
-extern const PackedKernels avx512_amd_packed = kernels_of<4, 256>();
+extern const PackedKernels avx512_packed = kernels_of<UsualReading>();
+extern const PackedKernels avx512_amd_packed = kernels_of<AmdReading>();

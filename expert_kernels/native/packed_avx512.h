@@ -22,6 +22,7 @@ struct Avx512Lines {
     static Float zero_float() { return _mm512_setzero_ps(); }
     static __m512i line(const char* at) { return _mm512_loadu_si512(at); }
     __attribute__((always_inline)) static void prefetch(const char* address) { _mm_prefetch(address, _MM_HINT_T0); }
+    __attribute__((always_inline)) static void prefetch_far(const char* address) { _mm_prefetch(address, _MM_HINT_T1); }
 
     static Table table(const int8_t* values) {
         return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));

@@ -3,7 +3,7 @@
 //
 // A line has 4 inputs of each output, decoded as the pairs k, k+2 and k+1, k+3; rows lie in that
 // order. A few rows are multiplied while weights are decoded. Of more the first ones decode a group
-// into the first-level cache, where the others find it. The group behind it is asked for meanwhile.
+// into the first-level cache, where the others find it. What follows is asked for meanwhile.
 
 #include <immintrin.h>
 
@@ -16,7 +16,23 @@ constexpr int SCALE_BYTES = TILE_OUTPUTS * sizeof(float);
 constexpr int GROUP_BYTES = SCALE_BYTES + GROUP_LINES * LINE_BYTES;
 constexpr int ROWS_AT_ONCE = 8, MOST_ROWS = 64;
 // For up to so many rows weights come in four streams, else in two: sums stay in registers.
-constexpr int FEW_ROWS = 4;
+constexpr int FEW_ROWS = 4, FEW_ROWS_STREAMS = 4;
+// How far ahead a few rows' weights are asked for into the first-level cache and into the second one.
+// Of more rows a group is asked for while the one before it is multiplied.
+constexpr int NEAR_BYTES = 256, FAR_BYTES = 1280;
+
+// How many adjacent tiles each of so many streams goes through. As many as there are, or a few less:
+// streams that lie a multiple of a page apart, as with 2048 inputs, read 7 % more slowly, their lines
+// sharing few places of the first-level cache.
+int tiles_per_stream(int num_tiles, int num_streams, int64_t tile_bytes) {
+    constexpr int64_t PAGE_BYTES = 4096, NEAR_BYTES = 256;
+    const int most = num_tiles / num_streams;
+    for (int count = most; count > 0 && count > most - 4; count--) {
+        const int64_t beyond = count * tile_bytes % PAGE_BYTES;
+        if (beyond >= NEAR_BYTES && beyond <= PAGE_BYTES - NEAR_BYTES) return count;
+    }
+    return most;
+}
 
 // Words s eeee mmm 0... moved so that they are bfloat16 numbers of 1 / 256 of the value.
 inline __m512i decode_words(__m512i words) {
@@ -83,10 +99,14 @@ __attribute__((noinline)) void add_rows(Group<T>& group, const PackedRow* rows, 
     each<T * M>(HR_EACH(i) { found[i / M][i % M] = _mm512_setzero_ps(); });
     const char* ask = group.ask + ASKED * group.ask_apart_bytes;
     const char* codes = group.weights + SCALE_BYTES;
+    constexpr bool IS_NEAR = T == FEW_ROWS_STREAMS && SOURCE == STORED;
     for (int line = 0; line < GROUP_LINES; line++) {
         each<P>(HR_EACH(i) { ask_for(ask + i * group.ask_apart_bytes + line * LINE_BYTES); });
         __m512i w[T][2];
         each<T>(HR_EACH(t) {
+            if constexpr (IS_NEAR)
+                _mm_prefetch(codes + t * group.apart_bytes + line * LINE_BYTES + NEAR_BYTES,
+                             _MM_HINT_T0);
             if constexpr (SOURCE == DECODED) {
                 each<2>(HR_EACH(j) { w[t][j] = _mm512_load_si512(group.decoded[t][j][line]); });
             } else {
@@ -122,7 +142,7 @@ using AddRows = void (*)(Group<T>&, const PackedRow*, int64_t, float*);
 
 template <int T, Source SOURCE, int ASKED, int P>
 AddRows<T> adder_for(int num_rows) {
-    constexpr int MOST = T > 2 ? FEW_ROWS : ROWS_AT_ONCE;
+    constexpr int MOST = T == FEW_ROWS_STREAMS ? FEW_ROWS : ROWS_AT_ONCE;
     static constexpr AddRows<T> ADDERS[ROWS_AT_ONCE] = {
         add_rows<T, 1, SOURCE, ASKED, P>,
         add_rows<T, 2, SOURCE, ASKED, P>,
@@ -163,11 +183,12 @@ void multiply_streams(const PackedProduct& p, int first, int count) {
         memset(sums, 0, size_t(p.num_rows) * T * TILE_OUTPUTS * sizeof(float));
         group.weights = p.tiles + tile * p.tile_bytes;
         for (int number = 0; number < p.num_groups; number++, group.weights += GROUP_BYTES) {
-            group.ask = group.weights + GROUP_BYTES;
+            group.ask = group.weights + (T == FEW_ROWS_STREAMS ? FAR_BYTES : GROUP_BYTES);
             group.ask_apart_bytes = group.apart_bytes;
             if (tile + 1 == first + count && number + 1 == p.num_groups && p.next.begin) {
                 group.ask = p.next.begin;
-                group.ask_apart_bytes = p.next.count / T * p.next.tile_bytes;
+                group.ask_apart_bytes =
+                    tiles_per_stream(p.next.count, T, p.next.tile_bytes) * p.next.tile_bytes;
             }
             add_group<T>(p, group, number * GROUP_INPUTS, sums);
         }
@@ -180,15 +201,17 @@ void multiply_streams(const PackedProduct& p, int first, int count) {
 
 template <int T>
 void multiply_tiles(const PackedProduct& p) {
-    const int count = p.num_tiles / T, whole = count * T;
+    const int count = tiles_per_stream(p.num_tiles, T, p.tile_bytes);
     multiply_streams<T>(p, 0, count);
-    if (whole < p.num_tiles) multiply_streams<1>(p, whole, p.num_tiles - whole);
+    const int count_left = (p.num_tiles - count * T) / T, done = (count + count_left) * T;
+    multiply_streams<T>(p, count * T, count_left);
+    multiply_streams<1>(p, done, p.num_tiles - done);
 }
 
 void multiply(const PackedProduct& product) {
     in_passes(product, MOST_ROWS, [](const PackedProduct& p) {
         if (p.num_rows <= FEW_ROWS)
-            multiply_tiles<4>(p);
+            multiply_tiles<FEW_ROWS_STREAMS>(p);
         else
             multiply_tiles<2>(p);
     });

@@ -8,8 +8,7 @@
 
 namespace {
 
-// A tile begins with misses in every stream, so long ones read more; fp8 gains nothing by that.
-constexpr int64_t MOST_TILE_BYTES = 512 * 1024, MOST_FP8_TILE_BYTES = 256 * 1024;
+constexpr int64_t LEAST_TILE_BYTES = 48 * 1024;
 constexpr int MAX_UNITS = 512;
 constexpr int STREAMS = 8;  // the kernels read up to so many of the matrix's tiles side by side
 constexpr int ROWS_PER_PASS = 64;
@@ -217,8 +216,7 @@ void run_packed_step(HrPool& pool, const HrForm& form, const PackedFormat& forma
     const int64_t total = int64_t(job.experts.size()) * (first_total + down_total);
     const int num_threads = useful_threads(pool, total, step.most_threads);
     const int64_t tile_bytes =
-        job_tile_bytes(total, num_threads,
-                       form.kind == HR_FP8 ? MOST_FP8_TILE_BYTES : MOST_TILE_BYTES);
+        expert_tile_bytes(total, num_threads, most_rows_of(job.experts), LEAST_TILE_BYTES);
     job.first_units =
         outputs_per_tile(tile_bytes, job.first_bytes, job.ways, form.intermediate_size);
     job.first_tiles = (form.intermediate_size + job.first_units - 1) / job.first_units;

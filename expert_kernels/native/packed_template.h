@@ -34,6 +34,7 @@
 #include <cstring>
 
 #include "packed.h"
+#include "packed_quantise.h"
 
 namespace {
 
@@ -43,15 +44,17 @@ constexpr int PACKED_PREFETCH_BYTES = 2048;
 // asked for has to last while several rows take their turns.
 constexpr int AHEAD_ROWS = 2;
 
-// What is asked for while a line is read: what lies `usual` bytes farther. Streams end: from `end` in
-// the first of them on, it is what lies `jump` bytes behind that, the beginning of the streams that
-// are read next.
+// What is asked for while a line is read: what lies `usual` bytes farther and, into the second-level
+// cache, what lies another `farther` bytes behind that. Streams end: from `end` in the first of them
+// on, it is what lies `jump` bytes behind that, the beginning of the streams that are read next.
 struct Ahead {
     int64_t usual;
+    int64_t farther;
     int64_t jump;
     const char* end;
 
     int64_t bytes(const char* line) const { return line < end ? usual : usual + jump; }
+    int64_t far_bytes(const char* line) const { return farther + bytes(line + farther); }
 };
 
 // Where the same place of each of several tiles lies: number t `apart_bytes` behind number t - 1.
@@ -96,9 +99,12 @@ __attribute__((always_inline)) inline void each(const F& f) {
 
 // Sizes that the compiler knows make the loops over a group's lines short and straight; 0 and -1
 // stand for what only the format says.
-template <int KIND_, int GROUP_SIZE_, int SCALE_>
+// IS_FAR: whether something is asked for into the second-level cache as well.
+template <int KIND_, int GROUP_SIZE_, int SCALE_, bool IS_FAR_ = false>
 struct Known {
+    using Far = Known<KIND_, GROUP_SIZE_, SCALE_, true>;
     static constexpr int KIND = KIND_;
+    static constexpr bool IS_FAR = IS_FAR_;
     static constexpr int LINES_AT_ONCE = KIND == HR_NVFP4 ? 2 : 4;
 
     static int group_size(const PackedFormat& format) {
@@ -157,12 +163,15 @@ __attribute__((always_inline)) inline void sum_bytes(
     });
     each<T * M>(HR_EACH(i) { upper[i / M][i % M] = lower[i / M][i % M] = P::zero_int(); });
     for (int first = 0; first < num_lines; first += K::LINES_AT_ONCE) {
-        const Places asked = codes.behind(first * LINE_BYTES + ahead.bytes(codes.first + first * LINE_BYTES));
+        const Places lines = codes.behind(first * LINE_BYTES);
+        const Places asked = lines.behind(ahead.bytes(lines.first));
+        const Places far_asked = lines.behind(ahead.far_bytes(lines.first));
         each<K::LINES_AT_ONCE>(HR_EACH(i) {
             const int line = first + i;
             each<T>(HR_EACH(t) {
-                const char* at = codes.of(t) + line * LINE_BYTES;
+                const char* at = lines.of(t) + i * LINE_BYTES;
                 P::prefetch(asked.of(t) + i * LINE_BYTES);
+                if constexpr (K::IS_FAR) P::prefetch_far(far_asked.of(t) + i * LINE_BYTES);
                 typename P::Words w[QUADS];
                 if constexpr (HAS_BYTES<KIND>)
                     P::decode8(at, w);
@@ -279,9 +288,12 @@ __attribute__((noinline)) void multiply_tiles(const PackedProduct& p, int tile, 
         const int64_t left = p.num_groups - first;
         const int count = int(left < format.groups_per_record ? left : format.groups_per_record);
         const Places asked = record.behind(ahead.bytes(record.first));
+        const Places far_asked = record.behind(ahead.far_bytes(record.first));
         for (int t = 0; t < T; t++)
-            for (int at = 0; at < format.record_scale_bytes; at += LINE_BYTES)
+            for (int at = 0; at < format.record_scale_bytes; at += LINE_BYTES) {
                 P::prefetch(asked.of(t) + at);
+                if constexpr (K::IS_FAR) P::prefetch_far(far_asked.of(t) + at);
+            }
         for (int i = 0; i < count; i++) {
             const Places codes =
                 record.behind(format.record_scale_bytes + i * format.group_code_bytes);
@@ -323,16 +335,14 @@ int multiply_rows(const PackedProduct& p, int tile, int num_tiles, int apart, in
     return row;
 }
 
-template <class P, class K, int MOST_STREAMS, int AHEAD_BYTES>
-void multiply_known(const PackedProduct& p) {
+template <class P, class K, int MOST_STREAMS>
+void multiply_streams(const PackedProduct& p, int64_t ahead_bytes, int64_t farther_bytes) {
     constexpr bool IS_FLOAT = K::KIND == HR_FP8;
-    constexpr int ROWS = IS_FLOAT ? P::FLOAT_ROWS : P::ROWS;
+    constexpr int ROWS = K::IS_FAR ? AHEAD_ROWS : IS_FLOAT ? P::FLOAT_ROWS : P::ROWS;
     constexpr int TILES = IS_FLOAT ? P::FLOAT_TILES : P::TILES;
     constexpr int STREAMS = TILES < MOST_STREAMS ? TILES : MOST_STREAMS;
-    const int64_t ahead_bytes =
-        p.num_rows <= AHEAD_ROWS ? AHEAD_BYTES : PACKED_PREFETCH_BYTES;
-    const auto multiply = [&p, ahead_bytes](int tile, int num_tiles, int apart, int64_t jump) {
-        const Ahead ahead{ahead_bytes, jump, nullptr};
+    const auto multiply = [&](int tile, int num_tiles, int apart, int64_t jump) {
+        const Ahead ahead{ahead_bytes, farther_bytes, jump, nullptr};
         int row = multiply_rows<P, K, TILES, STREAMS, ROWS>(p, tile, num_tiles, apart, 0, ahead);
         if constexpr (ROWS > 4)
             row = multiply_rows<P, K, TILES, STREAMS, 4>(p, tile, num_tiles, apart, row, ahead);
@@ -353,7 +363,24 @@ void multiply_known(const PackedProduct& p) {
     for (int tile = apart * STREAMS; tile < p.num_tiles; tile++) multiply(tile, 1, 1, 0);
 }
 
-template <class P, int KIND, int MOST_STREAMS = 8, int AHEAD_BYTES = PACKED_PREFETCH_BYTES>
+template <class P, class K, class Reading>
+void multiply_known(const PackedProduct& p) {
+    if (p.num_rows > AHEAD_ROWS)
+        multiply_streams<P, K, Reading::STREAMS>(p, PACKED_PREFETCH_BYTES, 0);
+    else if constexpr (Reading::FARTHER_BYTES > 0 && K::KIND != HR_FP8)
+        multiply_streams<P, typename K::Far, Reading::STREAMS>(p, Reading::AHEAD_BYTES,
+                                                               Reading::FARTHER_BYTES);
+    else
+        multiply_streams<P, K, Reading::STREAMS>(p, Reading::AHEAD_BYTES, 0);
+}
+
+// How a processor likes to read one row's weights: in so many streams at most, asking for so much of
+// each ahead and for what lies farther, if anything does, into the second-level cache.
+struct UsualReading {
+    static constexpr int STREAMS = 8, AHEAD_BYTES = PACKED_PREFETCH_BYTES, FARTHER_BYTES = 0;
+};
+
+template <class P, int KIND, class Reading = UsualReading>
 void multiply_packed(const PackedProduct& p) {
     constexpr int GROUP_SIZE =
         KIND == HR_MXFP4 ? 32 : KIND == HR_NVFP4 ? 16 : KIND == HR_FP8 ? 128 : 0;
@@ -362,14 +389,12 @@ void multiply_packed(const PackedProduct& p) {
         const PackedFormat& format = *p.format;
         if (format.scale == HR_SCALE_FLOAT16) {
             if (format.group_size == 128)
-                return multiply_known<P, Known<KIND, 128, HR_SCALE_FLOAT16>, MOST_STREAMS,
-                                      AHEAD_BYTES>(p);
-            if (KIND == HR_INT4 && format.group_size == 32)
-                return multiply_known<P, Known<KIND, 32, HR_SCALE_FLOAT16>, MOST_STREAMS,
-                                      AHEAD_BYTES>(p);
+                return multiply_known<P, Known<KIND, 128, HR_SCALE_FLOAT16>, Reading>(p);
+            if (format.group_size == 32)
+                return multiply_known<P, Known<KIND, 32, HR_SCALE_FLOAT16>, Reading>(p);
         }
     }
-    multiply_known<P, Known<KIND, GROUP_SIZE, SCALE>, MOST_STREAMS, AHEAD_BYTES>(p);
+    multiply_known<P, Known<KIND, GROUP_SIZE, SCALE>, Reading>(p);
 }
 
 // The product in passes of at most so many rows.
@@ -382,63 +407,6 @@ void in_passes(const PackedProduct& p, int most_rows, const F& multiply) {
         some.num_rows = left < most_rows ? left : most_rows;
         some.out = p.out + done * p.out_stride;
         multiply(some);
-    }
-}
-
-// Element by element, so the compiler's vectors have the same bits. A group with a value that is
-// infinite or no number gets the scale NaN.
-template <bool IN_BYTES>
-void quantise_packed(const float* values, int64_t num_groups, int32_t group_size,
-                            int16_t* codes, float* scales, int32_t* sums) {
-    constexpr float ROUNDING = 12582912.0f;  // 1.5 * 2^23: adding it rounds to nearest, ties to even
-    constexpr int32_t ROUNDING_BITS = 0x4b400000;
-    for (int64_t group = 0; group < num_groups; group++) {
-        const float* x = values + group * group_size;
-        int16_t* out = codes + group * group_size;
-        int32_t greatest = 0;  // magnitudes compare as their bits do
-        for (int i = 0; i < group_size; i++) {
-            int32_t bits;
-            memcpy(&bits, x + i, sizeof bits);
-            bits &= 0x7fffffff;
-            greatest = bits > greatest ? bits : greatest;
-        }
-        float magnitude;
-        memcpy(&magnitude, &greatest, sizeof magnitude);
-        const bool is_finite = greatest < 0x7f800000;
-        if (!is_finite || magnitude < LEAST_MAGNITUDE) {
-            memset(out, 0, size_t(group_size) * sizeof(int16_t));
-            sums[group] = 0;
-            scales[group] = is_finite ? 0.0f : __builtin_nanf("");
-            continue;
-        }
-        scales[group] = magnitude / float(MAX_CODE);
-        const float inverse = float(MAX_CODE) / magnitude;
-        int32_t sum = 0;
-        int32_t found[128];
-        for (int i = 0; i < group_size; i++) {
-            const float rounded = x[i] * inverse + ROUNDING;
-            int32_t code;
-            memcpy(&code, &rounded, sizeof code);
-            code -= ROUNDING_BITS;
-            code = code > MAX_CODE ? MAX_CODE : code < -MAX_CODE ? -MAX_CODE : code;
-            found[i] = code;
-            sum += code;
-        }
-        sums[group] = sum;
-        if constexpr (IN_BYTES) {
-            int8_t* bytes = reinterpret_cast<int8_t*>(out);
-            for (int i = 0; i < group_size; i++) {
-                bytes[i] = int8_t((found[i] + 128) >> 8);
-                bytes[group_size + i] = int8_t(found[i]);
-            }
-            continue;
-        }
-        for (int i = 0; i < group_size; i += 4) {
-            out[i] = int16_t(found[i]);
-            out[i + 1] = int16_t(found[i + 2]);
-            out[i + 2] = int16_t(found[i + 1]);
-            out[i + 3] = int16_t(found[i + 3]);
-        }
     }
 }
 

@@ -9,11 +9,7 @@
 
 namespace {
 
-constexpr int64_t TILE_BYTES = 256 * 1024;
-// Streams take a while to be under way, so tiles are longer where there are enough and none is read
-// twice.
-constexpr int64_t MOST_TILE_BYTES = 512 * 1024;
-constexpr int64_t TILES_PER_THREAD = 16;
+constexpr int64_t LEAST_TILE_BYTES = 256 * 1024;
 constexpr int MAX_TILE_OUTPUTS = 256;
 constexpr int ROWS_PER_PASS = 2 * LAID_BLOCK;  // rows whose sums are kept at once
 // Sums of a row from those of the next: no power of two, which would put all of them into few lines
@@ -82,7 +78,23 @@ void lay_middle(const StepJob& job, const uint16_t (&units)[ROWS_PER_PASS][MAX_T
                   job.laid_middle + pair * job.laid_middle_depth);
 }
 
-void run_first_tile(StepJob& job, size_t number, int64_t tile) {
+// Where the weights of a tile of the job begin, null for no tile.
+const char* weights_of(const StepJob& job, int64_t tile) {
+    if (tile < 0) return nullptr;
+    const HrForm& form = job.form;
+    const int64_t num_first = int64_t(job.experts.size()) * job.first_tiles;
+    const bool is_first = tile < num_first;
+    if (!is_first) tile -= num_first;
+    const int64_t per_expert = is_first ? job.first_tiles : job.second_tiles;
+    const int64_t step = is_first && form.has_gate && form.is_interleaved ? 2 : 1;
+    const int64_t outputs = tile % per_expert * (is_first ? job.first_units : job.second_outputs);
+    const int64_t depth = is_first ? form.hidden_size : form.intermediate_size;
+    return job.experts[size_t(tile / per_expert)].block +
+           (is_first ? form.first_offset : form.down_offset) +
+           outputs * step * job.item * (form.is_transposed ? 1 : depth);
+}
+
+void run_first_tile(StepJob& job, size_t number, int64_t tile, const char* next) {
     const HrForm& form = job.form;
     const Expert& expert = job.experts[number];
     const int64_t begin = tile * job.first_units;
@@ -113,8 +125,9 @@ void run_first_tile(StepJob& job, size_t number, int64_t tile) {
             product.num_rows = num_rows;
             product.out = sums + half * count;
             product.out_stride = FIRST_STRIDE;
-            if (is_split && half == 0)
-                product.next = product.weights + form.intermediate_size * product.stride_bytes;
+            product.next = is_split && half == 0
+                               ? product.weights + form.intermediate_size * product.stride_bytes
+                               : next;
             multiply(job, product, job.laid_hidden + pair * job.laid_hidden_depth);
         }
         for (int m = 0; m < num_rows; m++) {
@@ -138,7 +151,7 @@ void run_first_tile(StepJob& job, size_t number, int64_t tile) {
     job.num_missing[number].fetch_sub(1, std::memory_order_release);
 }
 
-void run_second_tile(StepJob& job, size_t number, int64_t tile) {
+void run_second_tile(StepJob& job, size_t number, int64_t tile, const char* next) {
     const HrForm& form = job.form;
     const Expert& expert = job.experts[number];
     const int64_t begin = tile * job.second_outputs;
@@ -161,6 +174,7 @@ void run_second_tile(StepJob& job, size_t number, int64_t tile) {
         product.num_rows = num_rows;
         product.out = sums;
         product.out_stride = SECOND_STRIDE;
+        product.next = next;
         multiply(job, product, job.laid_middle + pair * job.laid_middle_depth);
         for (int m = 0; m < num_rows; m++)
             job.gates.finish_row(
@@ -169,13 +183,14 @@ void run_second_tile(StepJob& job, size_t number, int64_t tile) {
     }
 }
 
-void run_tile(void* context, int64_t tile, int64_t) {
+void run_tile(void* context, int64_t tile, int64_t next_tile) {
     StepJob& job = *static_cast<StepJob*>(context);
     const int64_t num_first = int64_t(job.experts.size()) * job.first_tiles;
+    const char* next = weights_of(job, next_tile);
     if (tile < num_first)
-        return run_first_tile(job, size_t(tile / job.first_tiles), tile % job.first_tiles);
+        return run_first_tile(job, size_t(tile / job.first_tiles), tile % job.first_tiles, next);
     tile -= num_first;
-    run_second_tile(job, size_t(tile / job.second_tiles), tile % job.second_tiles);
+    run_second_tile(job, size_t(tile / job.second_tiles), tile % job.second_tiles, next);
 }
 
 // Outputs per tile so that it has about `tile_bytes`: a multiple of 16, whole vectors of outputs.
@@ -247,12 +262,11 @@ void run_plain_step(HrPool& pool, const HrForm& form, const Kernels& kernels,
                           (job.up_rows + form.intermediate_size);
     const int num_threads = useful_threads(pool, total, step.most_threads);
     if (form.dtype == HR_BFLOAT16 && !form.is_transposed) job.laid = laid;
-    int64_t most_pairs = 0;
-    for (const Expert& expert : job.experts) most_pairs = std::max(most_pairs, expert.num_pairs);
+    const int64_t rows = most_rows_of(job.experts);
     const int64_t tile_bytes =
-        job.laid || most_pairs <= ROWS_PER_PASS
-            ? std::clamp(total / (num_threads * TILES_PER_THREAD), TILE_BYTES, MOST_TILE_BYTES)
-            : TILE_BYTES;
+        job.laid || rows <= ROWS_PER_PASS
+            ? expert_tile_bytes(total, num_threads, rows, LEAST_TILE_BYTES)
+            : LEAST_TILE_BYTES;
     job.first_units =
         outputs_per_tile(tile_bytes, form.hidden_size * job.item * ways, form.intermediate_size);
     job.first_tiles = (form.intermediate_size + job.first_units - 1) / job.first_units;

@@ -86,6 +86,13 @@ inline std::vector<Expert> chosen_experts(const HrStep& step) {
     return experts;
 }
 
+// The most rows that one of them has.
+inline int64_t most_rows_of(const std::vector<Expert>& experts) {
+    int64_t most = 0;
+    for (const Expert& expert : experts) most = std::max(most, expert.num_pairs);
+    return most;
+}
+
 inline int64_t num_rows_of(const HrStep& step) {
     int64_t num_rows = 0;
     for (int64_t p = 0; p < step.pair_begin[step.num_experts]; p++)
@@ -105,6 +112,17 @@ inline int useful_threads(const HrPool& pool, int64_t num_bytes, int64_t most = 
 inline int64_t job_tile_bytes(int64_t num_bytes, int num_threads, int64_t most) {
     constexpr int64_t TILES_PER_THREAD = 8, LEAST = 48 * 1024;
     return std::clamp(num_bytes / (num_threads * TILES_PER_THREAD), LEAST, most);
+}
+
+// Bytes of a tile of experts. A tile begins with misses in every stream, so it is as long as balance
+// allows; where an expert has more than a few rows it is read again from a cache, for which it has to
+// be shorter. `rows`: the most that an expert has.
+inline int64_t expert_tile_bytes(int64_t num_bytes, int num_threads, int64_t rows, int64_t least) {
+    constexpr int64_t FEW_ROWS = 2, MOST_ALONE = 2048 * 1024, MOST = 1024 * 1024,
+                      MOST_OF_MANY = 512 * 1024, TILES_PER_THREAD = 8;
+    if (num_threads == 1 && rows <= FEW_ROWS) return MOST_ALONE;
+    return std::clamp(num_bytes / (num_threads * TILES_PER_THREAD), least,
+                      rows <= FEW_ROWS ? MOST : MOST_OF_MANY);
 }
 
 inline void wait_for_zero(const std::atomic<int32_t>& counter) {

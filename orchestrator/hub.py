@@ -387,7 +387,7 @@ class Hub:
         self._num_to_replace[worker.role] = self._num_to_replace.get(worker.role, 0) + 1
         if self._is_by_hand and not self._is_ending:
             log.warning(
-                "%s is gone: %s until you start another `headrace %s`",
+                "%s is gone: %s until you start another `headrace %s` with this --run-dir",
                 worker, _WITHOUT[worker.role], worker.role.replace("_", "-"),
             )  # fmt: skip
         else:

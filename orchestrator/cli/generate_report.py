@@ -49,7 +49,7 @@ def say_waiting(missing_roles: Iterable[str]) -> None:
     if roles:
         print(
             f"headrace: the pipeline has no {' and no '.join(roles)}, and waits; where no "
-            f"supervisor starts workers, start {commands}",
+            f"supervisor starts workers, start {commands} with the pipeline's --run-dir",
             file=sys.stderr,
             flush=True,
         )

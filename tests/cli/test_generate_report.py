@@ -55,7 +55,8 @@ def test_who_is_missing_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> No
     say_waiting(["gpu_worker", "cpu_worker"])
     assert capsys.readouterr().err == (
         "headrace: the pipeline has no gpu_worker and no cpu_worker, and waits; where no "
-        "supervisor starts workers, start `headrace gpu-worker` and `headrace cpu-worker`\n"
+        "supervisor starts workers, start `headrace gpu-worker` and `headrace cpu-worker` "
+        "with the pipeline's --run-dir\n"
     )
 
 

@@ -65,6 +65,7 @@ def test_parts_of_a_message(content: Any) -> None:
         (ChatRequest, {"response_format": 5}, "response_format", "must be a JSON object."),
         (ChatRequest, {"temperature": "hot"}, "temperature", "must be a valid number"),
         (ChatRequest, {"top_k": True}, "top_k", ": a whole number is expected"),
+        (ChatRequest, {"seed": 2**63}, "seed", f"must be less than or equal to {2**63 - 1}"),
         (ChatRequest, {"stop_": "x"}, "stop_", "is not a field that this server knows"),
         (CacheRequest, {"slots": []}, "slots", "must be a number of experts like 64"),
     ],

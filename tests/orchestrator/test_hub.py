@@ -225,7 +225,7 @@ def test_by_hand_a_person_learns_what_is_missing_and_that_it_is_back(
     scene.hub.line_ended("again")
     expected = [
         "cpu_worker (process 1000, epoch 1) is gone: misses go to other cpu_workers, or are filled "
-        "until you start another `headrace cpu-worker`",
+        "until you start another `headrace cpu-worker` with this --run-dir",
         "cpu_worker (process 1001, epoch 2) is ready, 1.00 GB/s",
     ]
     assert caplog.messages == (expected if is_by_hand else [])
